@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every check of the workspace as a nox session; ./dev runs them with a pinned nox and uv.
+
+Sessions are thin: what they check lives in `tools/` and in the packages' tests. Environments are filled by `uv sync`
+so that a member is tested with its own declared needs only; an undeclared import of a sibling fails here.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+if sys.version_info < (3, 12):
+    raise SystemExit(f"noxfile: nox runs on Python {sys.version.split()[0]}, expected >= 3.12; use ./dev nox")
+
+ROOT = Path(__file__).parent
+MEMBERS = ["vime-vllm-patch", "vime-kernels", "vime-replay", "vime-convert", "vime-models"]
+# "workspace" holds what needs all members at once: the tools' tests, the documentation's code blocks, the example.
+PACKAGES = [*MEMBERS, "workspace"]
+NOT_HERE = "not gpu and not multi_gpu and not network and not dist and not slow"
+# Members that have GPU tests; for these, collecting none is an error.
+GPU_MEMBERS = ["vime-kernels", "vime-models"]
+
+nox.needs_version = ">=2025.11"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "typecheck", "tests", "build", "release_check"]
+
+
+def sync(session: nox.Session, *args: str) -> None:
+    """Fills the session's environment from the workspace, exactly (what is not asked for is removed)."""
+    env = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location, "VIRTUAL_ENV": session.virtualenv.location}
+    session.run_install("uv", "sync", "--quiet", "--active", "--no-default-groups", *args, env=env, external=True)
+
+
+def pytest_env() -> dict[str, str]:
+    """One thread a process: the tests are small, and oversubscription makes two cores crawl."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def package_paths() -> str:
+    """PYTHONPATH that makes every member importable without installing it."""
+    return os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, layering, spelling, headers, file budget; resolution equals constraints.txt."""
+    sync(session, "--only-group", "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("codespell", "--toml", "pyproject.toml", "packages", "docs", "tools", "README.md", "CONTRIBUTING.md")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": package_paths()})
+    session.run("python", "tools/check_workspace.py")
+    session.run("python", "tools/constraints.py", "--check")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy over the sources of every member."""
+    sync(session, "--all-packages", "--all-extras", "--group", "typing")
+    for member in MEMBERS:
+        session.run("mypy", "-p", member.replace("-", "_"), env={"MYPYPATH": package_paths()})
+    session.run("mypy", "--explicit-package-bases", "tools/check_workspace.py", "tools/constraints.py")
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """CPU tests of one package, in an environment with that package's needs only."""
+    if package == "workspace":
+        sync(session, "--all-packages", "--all-extras", "--group", "test", "--group", "lint")
+        paths = ["tests", "tools/tests"]
+    else:
+        sync(session, "--package", package, "--all-extras", "--group", "test")
+        paths = [f"packages/{package}/tests"]
+    session.run("pytest", *paths, "-q", "-m", NOT_HERE, *session.posargs, env=pytest_env())
+    session.run("uv", "pip", "check", "--quiet", "--python", session.virtualenv.location, external=True)
+
+
+def cuda_devices() -> int:
+    """Devices that the driver lists; no Python package is needed to ask."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    return sum(line.startswith("GPU ") for line in os.popen("nvidia-smi -L 2>/dev/null"))
+
+
+@nox.session
+def gpu_tests(session: nox.Session) -> None:
+    """Tests marked gpu. Skips loudly without a device; VIME_REQUIRE_GPU=1 makes that an error.
+
+    With `nox --no-venv -s gpu_tests` it uses the interpreter that runs nox and installs nothing, for machines that
+    have torch but no network.
+    """
+    if not cuda_devices():
+        reason = "no CUDA device: nvidia-smi lists none; set VIME_REQUIRE_GPU=1 to make this an error"
+        if os.environ.get("VIME_REQUIRE_GPU") == "1":
+            session.error(reason)
+        session.skip(reason)
+    env = pytest_env()
+    if session.venv_backend == "none":
+        python = sys.executable
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_paths(), os.environ.get("PYTHONPATH")]))
+    else:
+        sync(session, "--all-packages", "--all-extras", "--group", "test")
+        python = "python"
+    probe = "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no CUDA device'"
+    session.run(python, "-c", probe, env=env, external=True)
+    for member in GPU_MEMBERS:
+        command = [python, "-m", "pytest", f"packages/{member}/tests", "-q", "-rs", "-m", "gpu and not multi_gpu"]
+        # pytest's exit 5 (nothing collected) fails the session: a member listed here has GPU tests.
+        session.run(*command, *session.posargs, env=env, external=True)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Wheels and source archives of all members into dist/, from their metadata alone."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("uv", "build", "--quiet", "--all-packages", "--no-sources", "--out-dir", "dist", external=True)
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """The built wheels install as users install them, and verify a model away from this tree."""
+    if not list((ROOT / "dist").glob("*.whl")):
+        build(session)
+    sync(session, "--only-group", "release")
+    session.run("twine", "check", "--strict", *map(str, sorted((ROOT / "dist").iterdir())))
+    session.run("python", "tools/check_wheels.py", "dist")
+    elsewhere = Path(session.create_tmp()).resolve()
+    venv = elsewhere / "venv"
+    session.run("uv", "venv", "--quiet", "--clear", str(venv), external=True)
+    session.run(
+        *("uv", "pip", "install", "--quiet", "--python", str(venv), "--find-links", str(ROOT / "dist")),
+        *("-c", str(ROOT / "constraints.txt"), "vime-models[dsv4]"),
+        external=True,
+    )
+    session.chdir(elsewhere)
+    verify = [str(venv / "bin" / "vime-convert"), "verify", "--model-type", "deepseek_v4", "--tiny", "--quiet"]
+    session.run(*verify, "--cases", "1", env=pytest_env(), external=True)

@@ -1,0 +1,3 @@
+"""vime-convert."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+"""vime-kernels."""
+
+__version__ = "0.1.0"

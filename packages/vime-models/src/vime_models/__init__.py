@@ -1,0 +1,3 @@
+"""vime-models."""
+
+__version__ = "0.1.0"
