@@ -33,7 +33,9 @@ nox.options.sessions = ["lint", "typecheck", "tests", "build", "release_check"]
 def sync(session: nox.Session, *args: str) -> None:
     """Fills the session's environment from the workspace, exactly (what is not asked for is removed)."""
     env = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location, "VIRTUAL_ENV": session.virtualenv.location}
-    session.run_install("uv", "sync", "--quiet", "--active", "--no-default-groups", *args, env=env, external=True)
+    session.run_install(
+        "uv", "sync", "--quiet", "--active", "--no-default-groups", *args, env=env, external=True
+    )
 
 
 def pytest_env() -> dict[str, str]:
@@ -52,7 +54,9 @@ def lint(session: nox.Session) -> None:
     sync(session, "--only-group", "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("codespell", "--toml", "pyproject.toml", "packages", "docs", "tools", "README.md", "CONTRIBUTING.md")
+    session.run(
+        "codespell", "--toml", "pyproject.toml", "packages", "docs", "tools", "README.md", "CONTRIBUTING.md"
+    )
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": package_paths()})
     session.run("python", "tools/check_workspace.py")
     session.run("python", "tools/constraints.py", "--check")
@@ -110,7 +114,16 @@ def gpu_tests(session: nox.Session) -> None:
     probe = "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no CUDA device'"
     session.run(python, "-c", probe, env=env, external=True)
     for member in GPU_MEMBERS:
-        command = [python, "-m", "pytest", f"packages/{member}/tests", "-q", "-rs", "-m", "gpu and not multi_gpu"]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            f"packages/{member}/tests",
+            "-q",
+            "-rs",
+            "-m",
+            "gpu and not multi_gpu",
+        ]
         # pytest's exit 5 (nothing collected) fails the session: a member listed here has GPU tests.
         session.run(*command, *session.posargs, env=env, external=True)
 
@@ -119,7 +132,9 @@ def gpu_tests(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Wheels and source archives of all members into dist/, from their metadata alone."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    session.run("uv", "build", "--quiet", "--all-packages", "--no-sources", "--out-dir", "dist", external=True)
+    session.run(
+        "uv", "build", "--quiet", "--all-packages", "--no-sources", "--out-dir", "dist", external=True
+    )
 
 
 @nox.session
@@ -139,5 +154,12 @@ def release_check(session: nox.Session) -> None:
         external=True,
     )
     session.chdir(elsewhere)
-    verify = [str(venv / "bin" / "vime-convert"), "verify", "--model-type", "deepseek_v4", "--tiny", "--quiet"]
+    verify = [
+        str(venv / "bin" / "vime-convert"),
+        "verify",
+        "--model-type",
+        "deepseek_v4",
+        "--tiny",
+        "--quiet",
+    ]
     session.run(*verify, "--cases", "1", env=pytest_env(), external=True)

@@ -14,10 +14,8 @@ def wheel_problems(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         metadata = wheel.read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
-    found = []
-    for needed in (f"{module}/py.typed", ".dist-info/licenses/LICENSE", ".dist-info/licenses/NOTICE"):
-        if not any(name == needed or name.endswith(needed) for name in names):
-            found.append(f"{path.name}: {needed} is missing")
+    expected = (f"{module}/py.typed", ".dist-info/licenses/LICENSE", ".dist-info/licenses/NOTICE")
+    found = [f"{path.name}: {end} is missing" for end in expected if not any(n.endswith(end) for n in names)]
     strays = [n for n in names if not n.startswith((f"{module}/", f"{module}-"))]
     if strays:
         found.append(f"{path.name}: files outside the package: {strays[:3]}")

@@ -109,8 +109,13 @@ def release_problems(member: Member) -> Iterator[str]:
     module = member.path / "src" / member.name.replace("-", "_")
     init = (module / "__init__.py").read_text() if (module / "__init__.py").exists() else ""
     if f'__version__ = "{member.version}"' not in init:
-        yield f"{member.name}: {module.name}/__init__.py does not state __version__ = \"{member.version}\""
-    for needed in (module / "py.typed", member.path / "README.md", member.path / "LICENSE", member.path / "NOTICE"):
+        yield f'{member.name}: {module.name}/__init__.py does not state __version__ = "{member.version}"'
+    for needed in (
+        module / "py.typed",
+        member.path / "README.md",
+        member.path / "LICENSE",
+        member.path / "NOTICE",
+    ):
         if not needed.exists():
             yield f"{member.name}: {needed.relative_to(member.path)} is missing"
 
@@ -132,7 +137,11 @@ def tag_problems(root: Path, member: Member) -> Iterator[str]:
 def file_problems(root: Path) -> Iterator[str]:
     """Licence headers and the length budget of Python files."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=root, text=True, capture_output=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"],
+        cwd=root,
+        text=True,
+        capture_output=True,
+        check=True,
     )
     for name in listed.stdout.split():
         path = root / name
@@ -142,7 +151,10 @@ def file_problems(root: Path) -> Iterator[str]:
         if lines and SPDX not in "\n".join(lines[:3]):
             yield f"{name}: the first line must be '# {SPDX}'"
         if len(lines) > MAX_LINES and "Longer than" not in "\n".join(lines[:12]):
-            yield f"{name}: {len(lines)} lines, the budget is {MAX_LINES}; split it or say 'Longer than …, because' at its top"
+            yield (
+                f"{name}: {len(lines)} lines, the budget is {MAX_LINES}; "
+                "split it, or say 'Longer than …, because …' at its top"
+            )
 
 
 def problems(root: Path) -> list[str]:

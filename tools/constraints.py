@@ -15,7 +15,16 @@ HEADER = """\
 # Use: uv pip install -c constraints.txt "vime-models[dsv4]"
 """
 EXPORT = [
-    *("uv", "export", "--quiet", "--format", "requirements-txt", "--no-hashes", "--no-annotate", "--no-header"),
+    *(
+        "uv",
+        "export",
+        "--quiet",
+        "--format",
+        "requirements-txt",
+        "--no-hashes",
+        "--no-annotate",
+        "--no-header",
+    ),
     *("--no-emit-workspace", "--all-packages", "--all-extras", "--all-groups"),
 ]
 

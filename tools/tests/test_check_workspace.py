@@ -69,7 +69,9 @@ def test_unknown_sibling_and_missing_source(tree: Path) -> None:
 
 
 def test_circle(tree: Path) -> None:
-    rewrite(tree / "packages/vime-a/pyproject.toml", "dependencies = []", 'dependencies = ["vime-b>=0.1,<0.2"]')
+    rewrite(
+        tree / "packages/vime-a/pyproject.toml", "dependencies = []", 'dependencies = ["vime-b>=0.1,<0.2"]'
+    )
     assert "circle among the members: vime-a -> vime-b -> vime-a" in problems(tree)
 
 
