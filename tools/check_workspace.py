@@ -110,14 +110,14 @@ def release_problems(member: Member) -> Iterator[str]:
     init = (module / "__init__.py").read_text() if (module / "__init__.py").exists() else ""
     if f'__version__ = "{member.version}"' not in init:
         yield f'{member.name}: {module.name}/__init__.py does not state __version__ = "{member.version}"'
-    for needed in (
-        module / "py.typed",
-        member.path / "README.md",
-        member.path / "LICENSE",
-        member.path / "NOTICE",
-    ):
+    for needed in (module / "py.typed", member.path / "README.md"):
         if not needed.exists():
             yield f"{member.name}: {needed.relative_to(member.path)} is missing"
+    # Copies, not links: a source archive may not contain links that leave it.
+    for name in ("LICENSE", "NOTICE"):
+        own, shared = member.path / name, member.path.parent.parent / name
+        if own.is_symlink() or not own.exists() or own.read_bytes() != shared.read_bytes():
+            yield f"{member.name}: {name} must be a copy of the workspace's {name}"
 
 
 def tag_problems(root: Path, member: Member) -> Iterator[str]:

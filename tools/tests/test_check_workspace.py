@@ -25,6 +25,8 @@ def write_member(root: Path, name: str, version: str, dependencies: str = "") ->
     )
     for file in (module / "py.typed", path / "README.md", path / "LICENSE", path / "NOTICE"):
         file.write_text("x\n")
+    for name in ("LICENSE", "NOTICE"):
+        (root / name).write_text("x\n")
     return path
 
 
@@ -103,4 +105,8 @@ def test_source_changed_since_its_tag(tree: Path) -> None:
 
 def test_missing_wheel_files(tree: Path) -> None:
     (tree / "packages/vime-b/src/vime_b/py.typed").unlink()
-    assert problems(tree) == ["vime-b: src/vime_b/py.typed is missing"]
+    (tree / "packages/vime-a/NOTICE").write_text("other\n")
+    assert problems(tree) == [
+        "vime-a: NOTICE must be a copy of the workspace's NOTICE",
+        "vime-b: src/vime_b/py.typed is missing",
+    ]
