@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face checkpoints to Megatron's `torch_dist` format and back.
+
+The directory is one that Megatron's `--load` takes: `release/` with the weights and a tracker file that says
+`release`, so a trainer starts at iteration 0 without optimizer state. Any tensor, pipeline or expert parallel layout
+can load it. Not written: Megatron's argument namespace, because the trainer's own command line decides.
+
+The process that calls these must be started under an `if __name__ == "__main__":` guard (the console command is):
+Megatron's writer spawns processes, which import the main module again.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vime_convert.errors import CheckpointError, MissingExtra
+from vime_convert.megatron.exporter import save_hf
+from vime_convert.megatron.loader import load_checkpoint
+from vime_convert.output import refuse_existing, staged
+from vime_convert.plugin import ModelPlugin
+from vime_convert.reader import CheckpointReader, read_json
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_COMMON_KEY = "vime_convert"
+
+
+def hf2dist(source: str | Path, target: str | Path, plugin: ModelPlugin, *, device: str = "cpu") -> int:
+    """The number of parameters and buffers written to the Megatron checkpoint `target`.
+
+    Parameters are stored in bfloat16 and float32 as the model keeps them.
+
+    Args:
+        source: Hugging Face checkpoint directory, any dialect.
+        target: must not exist, or be an empty directory.
+        plugin: the model.
+        device: where to build the model.
+
+    Raises:
+        CheckpointError: the source is no complete checkpoint of the model.
+        OutputError: the target exists or the disk is too small.
+        MissingExtra: megatron-core is not installed.
+    """
+    checkpointing = _megatron()
+    refuse_existing(Path(target))
+    reader = CheckpointReader(source)
+    config = reader.config()
+    plugin.setup(device)
+    chunks = plugin.build(config, dtype=torch.bfloat16, device=device)
+    report = load_checkpoint(chunks, reader, plugin.rules(config))
+    with staged(target, need_bytes=report.nbytes) as directory:
+        (directory / "release").mkdir()
+        state = _sharded(chunks) | {
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            _COMMON_KEY: {"config": config},
+        }
+        checkpointing.save(state, str(directory / "release"))
+        (directory / TRACKER).write_text("release")
+    return report.tensors
+
+
+def dist2hf(
+    source: str | Path,
+    target: str | Path,
+    plugin: ModelPlugin,
+    *,
+    hf_config: str | Path,
+    dialect: str = "release",
+    device: str = "cpu",
+) -> int:
+    """The number of tensors of the Hugging Face checkpoint written to `target`.
+
+    Args:
+        source: what Megatron's `--save` wrote (the tracker file names the iteration), or one iteration's directory.
+        target: must not exist, or be an empty directory.
+        plugin: the model.
+        hf_config: checkpoint directory with the model's `config.json` and tokenizer files.
+        dialect: in which to write.
+        device: where to build the model.
+
+    Raises:
+        CheckpointError: no Megatron checkpoint there, or it lacks a parameter of the model.
+        OutputError: the target exists, the disk is too small, or the dialect is read only.
+        MissingExtra: megatron-core is not installed.
+    """
+    checkpointing = _megatron()
+    refuse_existing(Path(target))
+    directory = weights_directory(Path(source))
+    config = read_json(Path(hf_config) / "config.json")
+    plugin.setup(device)
+    chunks = plugin.build(config, dtype=torch.bfloat16, device=device)
+    wanted = _sharded(chunks)
+    try:
+        loaded = checkpointing.load(wanted, str(directory), strict="raise_all")
+    except checkpointing.core.CheckpointingException as error:
+        raise CheckpointError(
+            f"{directory}: does not hold exactly this model's parameters: {error}"
+        ) from error
+    for key, chunk in zip(wanted, chunks, strict=True):
+        chunk.load_state_dict(loaded[key])
+    return save_hf(chunks, plugin.rules(config), target, dialect=dialect, dtype="keep", config_from=hf_config)
+
+
+def weights_directory(source: Path) -> Path:
+    """The directory with the weights: of the iteration in the tracker file, or `source` itself.
+
+    Raises:
+        CheckpointError: neither is there.
+    """
+    tracker = source / TRACKER
+    if tracker.is_file():
+        word = tracker.read_text().strip()
+        if word != "release" and not re.fullmatch(r"\d+", word):
+            raise CheckpointError(f"{tracker}: expected 'release' or an iteration number, got {word!r}")
+        source = source / (word if word == "release" else f"iter_{int(word):07d}")
+    if not (source / "metadata.json").is_file():
+        raise CheckpointError(f"{source}: expected a torch_dist checkpoint (metadata.json), found none")
+    return source
+
+
+def _megatron() -> Any:
+    try:
+        from megatron.core import dist_checkpointing
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"vime_convert.dist: needs {error.name!r}, which is not installed; pip install 'vime-convert[mbridge]'"
+        ) from error
+    return dist_checkpointing
+
+
+def _sharded(chunks: list[Any]) -> dict[str, Any]:
+    keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+    return {key: chunk.sharded_state_dict() for key, chunk in zip(keys, chunks, strict=True)}

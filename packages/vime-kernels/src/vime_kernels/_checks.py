@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments, with messages that say which argument, what was expected, what came and what to do.
+
+Shapes are written as letters (`docs/notation.md`): the first tensor that uses a letter fixes its size and every later
+one has to agree. Only what the host knows is checked; values on a device would cost a synchronisation.
+"""
+
+import os
+from itertools import pairwise
+from typing import NoReturn
+
+import torch
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def fail(
+    op: str, expected: str, actual: object, hint: str = "", kind: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise `kind` with the message pattern of this package."""
+    raise kind(f"vime_kernels.{op}: expected {expected}, got {actual}" + (f"; {hint}" if hint else ""))
+
+
+def accum_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """The dtype to compute in: float64 when any tensor is float64, else float32."""
+    doubles = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if doubles else torch.float32
+
+
+def sizes(op: str, /, **arguments: tuple[torch.Tensor | None, str]) -> dict[str, int]:
+    """The size of every letter, after checking types, ranks, sizes and devices.
+
+    Args:
+        op: name of the operation, for messages.
+        arguments: name = (tensor or None, shape), a shape being space-separated letters or numbers: "S H D", "3".
+            None stands for an optional argument that was not given.
+
+    Raises:
+        TypeError: something is not a tensor.
+        ValueError: a rank, a size or a device differs.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    home: tuple[torch.device, str] | None = None
+    for name, (tensor, shape) in arguments.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            fail(
+                op,
+                f"{name} to be a tensor [{', '.join(shape.split())}]",
+                type(tensor).__name__,
+                kind=TypeError,
+            )
+        letters = shape.split()
+        if tensor.ndim != len(letters):
+            fail(op, f"{name} of shape [{', '.join(letters)}]", list(tensor.shape))
+        home = home or (tensor.device, name)
+        if tensor.device != home[0]:
+            fail(op, f"{name} on the device of {home[1]} ({home[0]})", tensor.device)
+        for axis, letter in enumerate(letters):
+            size, where = tensor.shape[axis], f"{name}.shape[{axis if axis + 1 < len(letters) else -1}]"
+            known, origin = found.setdefault(letter, (int(letter), "") if letter.isdigit() else (size, where))
+            if size != known:
+                fail(op, f"{where} == {f'{origin} ({known})' if origin else known}", size)
+    return {letter: size for letter, (size, _) in found.items()}
+
+
+def tensor(op: str, /, **arguments: torch.Tensor) -> None:
+    """Every argument is a tensor, of any shape."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            fail(op, f"{name} to be a tensor", type(value).__name__, kind=TypeError)
+
+
+def floating(op: str, /, **tensors: torch.Tensor | None) -> None:
+    """Every tensor is bfloat16, float16, float32 or float64."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATING:
+            fail(op, f"{name} in bfloat16, float16, float32 or float64", tensor.dtype, kind=TypeError)
+
+
+def full_precision(op: str, /, **tensors: torch.Tensor | None) -> None:
+    """Every tensor is float32 or float64: parameters that lose the model's meaning in bfloat16."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in (torch.float32, torch.float64):
+            fail(
+                op,
+                f"{name} in float32 (or float64)",
+                tensor.dtype,
+                "keep it out of .bfloat16()",
+                kind=TypeError,
+            )
+
+
+def int32(op: str, /, **tensors: torch.Tensor | None) -> None:
+    """Every tensor is int32, the one index type of this package."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != torch.int32:
+            fail(op, f"{name} in torch.int32", tensor.dtype, f"pass {name}.to(torch.int32)", kind=TypeError)
+
+
+def rows_contiguous(op: str, /, **tensors: torch.Tensor | None) -> None:
+    """The last dimension has stride 1: the contract of every backend, so that none copies behind the scenes."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            fail(op, f"{name}.stride(-1) == 1", tensor.stride(-1), f"pass {name}.contiguous()")
+
+
+def positive(op: str, /, **numbers: int) -> None:
+    """Every number is an int of at least 1."""
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            fail(op, f"{name} to be an int >= 1", repr(number))
+
+
+def python_float(op: str, /, **numbers: float) -> None:
+    """Every number is a Python float or int; a tensor would force a synchronisation and a recompilation."""
+    for name, number in numbers.items():
+        if not isinstance(number, float | int):
+            fail(
+                op,
+                f"{name} to be a Python float",
+                type(number).__name__,
+                f"pass float({name})",
+                kind=TypeError,
+            )
+
+
+def choice(op: str, name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """`value` is one of the allowed words."""
+    if value not in allowed:
+        fail(op, f"{name} to be one of {allowed}", repr(value))
+
+
+def cu_seqlens(op: str, cu: torch.Tensor, rows: int | None = None) -> None:
+    """`cu` is int32 [B + 1], starts at 0, never decreases and ends at `rows` or before.
+
+    Values are read on the CPU only, or everywhere under VIME_KERNELS_DEBUG=1.
+    """
+    sizes(op, cu_seqlens=(cu, "B+1"))
+    int32(op, cu_seqlens=cu)
+    if cu.numel() < 1:
+        fail(op, "cu_seqlens of at least one element", 0)
+    if cu.device.type != "cpu" and os.environ.get("VIME_KERNELS_DEBUG") != "1":
+        return
+    values = cu.tolist()
+    if values[0] != 0 or any(a > b for a, b in pairwise(values)):
+        fail(op, "cu_seqlens to start at 0 and never to decrease", values)
+    if rows is not None and values[-1] > rows:
+        fail(op, f"cu_seqlens[-1] <= {rows} (the packed rows)", values[-1])

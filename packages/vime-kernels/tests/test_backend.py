@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decides the backend, in which order, and what an impossible choice says."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from vime_kernels import BackendError, _backend, dsa, explain, set_backend, use_backend
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch):
+    for variable in ("VIME_KERNELS_BACKEND", "VIME_KERNELS_BACKEND_TOPK"):
+        monkeypatch.delenv(variable, raising=False)
+    set_backend(None)
+    yield
+    set_backend(None)
+
+
+def test_auto_is_torch_for_every_operation():
+    assert {_backend.resolve(op) for op in _backend.IMPLEMENTED} == {"torch"}
+
+
+@pytest.mark.parametrize(
+    "argument, chosen, op_variable, variable, source",
+    [
+        ("triton", "torch", "torch", "torch", "the argument backend="),
+        (None, "triton", "torch", "torch", "set_backend()"),
+        (None, None, "triton", "torch", "VIME_KERNELS_BACKEND_TOPK"),
+        (None, None, None, "triton", "VIME_KERNELS_BACKEND"),
+    ],
+    ids=["argument", "set_backend", "variable-of-op", "variable"],
+)
+def test_the_first_source_wins(monkeypatch, argument, chosen, op_variable, variable, source):
+    set_backend(chosen)
+    if op_variable:
+        monkeypatch.setenv("VIME_KERNELS_BACKEND_TOPK", op_variable)
+    if variable:
+        monkeypatch.setenv("VIME_KERNELS_BACKEND", variable)
+    with pytest.raises(BackendError, match="has no Triton backend") as caught:
+        _backend.resolve("topk", argument)
+    assert f"requested by {source}" in str(caught.value).replace("the environment variable ", "")
+    assert "use 'torch' or 'auto'" in str(caught.value)
+    assert _backend.resolve("topk", "torch") == "torch"
+
+
+def test_use_backend_restores_also_after_an_error():
+    set_backend("torch")
+    with pytest.raises(BackendError), use_backend("triton"):
+        _backend.resolve("topk")
+    assert "set_backend() says 'torch'" in explain("topk")
+
+
+@pytest.mark.parametrize("where", ["argument", "set_backend", "environment"])
+def test_unknown_names_are_refused(monkeypatch, where):
+    with pytest.raises(BackendError, match=r"expected one of \('auto', 'triton', 'torch'\).*got 'tilelang'"):
+        if where == "argument":
+            _backend.resolve("topk", "tilelang")
+        elif where == "set_backend":
+            set_backend("tilelang")
+        else:
+            monkeypatch.setenv("VIME_KERNELS_BACKEND", "tilelang")
+            _backend.resolve("topk")
+
+
+def test_an_operation_refuses_an_explicit_triton():
+    starts, ends = torch.zeros(2, dtype=torch.int32), torch.full((2,), 3, dtype=torch.int32)
+    with pytest.raises(BackendError, match=r"vime_kernels\.topk: backend 'triton'"):
+        dsa.topk(torch.zeros(2, 3), 1, starts, ends, backend="triton")
+
+
+def test_explain_names_every_operation_and_shows_a_refusal():
+    assert [line.split(":")[0] for line in explain().splitlines()] == list(_backend.IMPLEMENTED)
+    with use_backend("triton"):
+        assert explain("topk").startswith("topk: refused (")
+
+
+def test_importing_everything_leaves_triton_alone():
+    code = "import sys, vime_kernels.dsa, vime_kernels.quant, vime_kernels.mhc; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

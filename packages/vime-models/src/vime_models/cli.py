@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vime-models args`: the Megatron launch flags of a checkpoint, printed or compared with given ones.
+
+Needs neither Megatron nor a device: it reads `config.json` only.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vime_models.host.args import UnknownFlagError, check_unknown_flags
+
+OK, DIFFERENT, UNUSABLE = 0, 1, 2
+
+# Each module has `add_arguments(parser)` and `launch_flags(config) -> words`.
+ARGUMENTS_OF = {"deepseek_v4": "vime_models.dsv4.arguments"}
+
+
+def split_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flag and its values, from the words of a command line; of a repeated flag the last one counts.
+
+    Raises:
+        ValueError: the first word is no flag.
+    """
+    flags: dict[str, tuple[str, ...]] = {}
+    current = ""
+    for word in words:
+        if word.startswith("--"):
+            current, equals, value = word.partition("=")
+            flags[current] = (value,) if equals else ()
+        elif current:
+            flags[current] += (word,)
+        else:
+            raise ValueError(f"vime-models: expected a flag that starts with --, got {word!r}")
+    return flags
+
+
+def same_values(left: Sequence[str], right: Sequence[str]) -> bool:
+    """Whether two value lists mean the same: equal words, or equal numbers in another spelling."""
+    return len(left) == len(right) and all(
+        a == b or _number(a) == _number(b) is not None for a, b in zip(left, right, strict=True)
+    )
+
+
+def differences(expected: Sequence[str], given: Sequence[str]) -> list[str]:
+    """One line for each flag of `expected` that `given` lacks or sets otherwise; further flags are allowed."""
+    have = split_flags(given)
+    lines = []
+    for flag, values in split_flags(expected).items():
+        wanted = shlex.join((flag, *values))
+        if flag not in have:
+            lines.append(f"missing: {wanted}")
+        elif not same_values(values, have[flag]):
+            lines.append(f"differs: expected {wanted}, got {shlex.join((flag, *have[flag]))}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 fine, 1 flags differ, 2 unusable input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Split here: what follows -- belongs to another program and must not be parsed.
+    end = words.index("--") if "--" in words else len(words)
+    own, given = words[:end], words[end + 1 :]
+    options = _parser().parse_args(own)
+    if given and not options.check:
+        sys.stderr.write("vime-models: flags after -- need --check before it\n")
+        return UNUSABLE
+    try:
+        config = _read_config(options.hf)
+        module = _arguments_module(config)
+        expected = module.launch_flags(config)
+        if not options.check:
+            lines = [shlex.join((flag, *values)) for flag, values in split_flags(expected).items()]
+            sys.stdout.write("\n".join(lines) + "\n")
+            return OK
+        problems = differences(expected, given)
+        try:
+            check_unknown_flags(given, module.add_arguments(ArgumentParser(allow_abbrev=False)))
+        except UnknownFlagError as error:
+            problems.append(str(error))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return UNUSABLE
+    sys.stdout.writelines(f"{line}\n" for line in problems)
+    return DIFFERENT if problems else OK
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="vime-models", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    args = commands.add_parser(
+        "args",
+        help="launch flags of a checkpoint",
+        description="Print the Megatron flags that a checkpoint needs, one per line and quoted for a shell; "
+        "or, with --check -- FLAGS, report every one that is missing or different (exit status 1).",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    args.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder with config.json")
+    args.add_argument("--check", action="store_true", help="compare with the flags that follow --")
+    return parser
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"vime-models: expected {path}, found none; --hf takes the folder of a checkpoint"
+        )
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"vime-models: {path} is not JSON: {error}") from error
+    return config
+
+
+def _arguments_module(config: dict[str, Any]) -> Any:
+    model_type = config.get("model_type")
+    if model_type not in ARGUMENTS_OF:
+        raise ValueError(
+            f"vime-models: expected model_type out of {', '.join(sorted(ARGUMENTS_OF))}, got {model_type!r}; "
+            "no plugin trains it"
+        )
+    return import_module(ARGUMENTS_OF[model_type])
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

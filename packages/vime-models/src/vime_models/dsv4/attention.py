@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of DeepSeek-V4: many query heads over one key-value head, a sliding window plus compressed entries.
+
+    q   = rope(unit_rms(wq_b · q_norm(wq_a · x)))       per head
+    kv  = rope(kv_norm(wkv · x))                        key and value at once
+    o   = softmax over {window} ∪ {compressed entries}, with a sink logit per head
+    out = wo_b · concat over groups g of (wo_a[g] · unrope(o[g]))
+
+Ratio 0 has no compressed entries, ratio 4 takes those that the indexer selects, ratio 128 takes all visible ones.
+Tensor parallelism shards heads and output groups; everything that feeds the one key-value head is replicated and
+sees the whole sequence. Left out: context parallelism, quantisation of the cache, inference.
+Source: DeepSeek-V4 technical report, sections 2.3.1 and 2.3.2, eqs. 26 and 27.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+
+from vime_kernels.dsa import sparse_attention_v4
+from vime_models.dsv4.compressor import Compressor
+from vime_models.dsv4.hyper_connection import fp32_parameter
+from vime_models.dsv4.indexer import Indexer
+from vime_models.dsv4.rope import RotaryTable, rotate
+from vime_models.dsv4.thd import TokenLayout, token_layout
+from vime_models.host.backend import Backend
+
+
+class GroupedLinear(ColumnParallelLinear):
+    """Block-diagonal projection: [T, G, in] to [T, G, out/G], groups sharded over tensor parallelism."""
+
+    def forward(self, x_TGI: torch.Tensor) -> torch.Tensor:
+        """[T, G/tp, in] to [T, G/tp, out/G]; the input is this rank's groups already."""
+        weight_GRI = self.weight.view(x_TGI.shape[1], -1, self.weight.shape[1])
+        return torch.einsum("tgi,gri->tgr", x_TGI, weight_GRI)
+
+
+class DSv4Attention(MegatronModule):
+    """Self-attention of one layer.
+
+    Args:
+        config: with `vime_dsv4`.
+        layer_number: 1-based, for messages.
+        compress_ratio: 0, 4 or 128.
+        pg_collection: process groups of the model.
+        **ignored: options of Megatron's own attention classes.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        compress_ratio: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        **ignored: Any,
+    ) -> None:
+        # Inside, every module sees the whole sequence: linears must neither gather nor scatter, and gradients of
+        # replicated weights are complete on every rank.
+        inner = copy.copy(config)
+        inner.sequence_parallel = False
+        super().__init__(inner)
+        self.sequence_parallel = config.sequence_parallel
+        self.tp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups()).tp
+        self.layer_number, self.compress_ratio = layer_number, compress_ratio
+
+        options = config.vime_dsv4
+        tp = self.tp_group.size()
+        self.head_dim, self.window = options.head_dim, options.window
+        self.heads = config.num_attention_heads // tp
+        self.groups = options.o_groups // tp
+        self.kernels = options.backend
+        self.rope = RotaryTable(options.rope_dim, options.rope_theta)
+        if compress_ratio:
+            self.rope = RotaryTable(options.rope_dim, options.compress_rope_theta, options.yarn)
+
+        backend = Backend.from_config(inner)
+        heads_width = config.num_attention_heads * self.head_dim
+        low_rank = options.o_groups * options.o_lora_rank
+
+        def linear(kind: Any, inputs: int, outputs: int, **special: Any) -> Any:
+            common = {"config": inner, "init_method": config.init_method, "tp_group": self.tp_group}
+            return kind(
+                inputs, outputs, bias=False, skip_bias_add=False, is_expert=False, **(common | special)
+            )
+
+        def norm(width: int) -> Any:
+            return backend.norm(config=inner, hidden_size=width, eps=config.layernorm_epsilon)
+
+        self.wq_a = linear(backend.replicated_linear, config.hidden_size, options.q_lora_rank)
+        self.q_norm = norm(options.q_lora_rank)
+        self.wq_b = linear(backend.column_linear, options.q_lora_rank, heads_width, gather_output=False)
+        self.wkv = linear(backend.replicated_linear, config.hidden_size, self.head_dim)
+        self.kv_norm = norm(self.head_dim)
+        self.wo_a = linear(GroupedLinear, heads_width // options.o_groups, low_rank, gather_output=False)
+        self.wo_b = linear(
+            backend.row_linear,
+            low_rank,
+            config.hidden_size,
+            input_is_parallel=True,
+            init_method=config.output_layer_init_method,
+        )
+        self.attn_sink = fp32_parameter(inner, self.heads, sequence_shard=False)
+        set_tensor_model_parallel_attributes(self.attn_sink, is_parallel=True, dim=0, stride=1)
+        if compress_ratio:
+            self.compressor = Compressor(inner, compress_ratio, self.head_dim)
+        if compress_ratio == 4:
+            self.indexer = Indexer(inner)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **ignored: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[s, b, h] (or its sequence shard) to the pair (same shape, no bias).
+
+        Args:
+            hidden_states: normalised input.
+            attention_mask: not read; the model is causal. Pad on the right.
+            packed_seq_params: packed sequences, if `qkv_format` is "thd".
+            **ignored: rotary embeddings and inference options of Megatron's own attention.
+        """
+        if self.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        layout = token_layout(hidden_states, packed_seq_params)
+        output = layout.unpack(self._attend(layout.pack(hidden_states), layout))
+        if self.sequence_parallel:
+            output = scatter_to_sequence_parallel_region(output, group=self.tp_group)
+        return output, None
+
+    def _attend(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        """[T, h] to [T, h]."""
+        cos, sin = self.rope.cos_sin(layout.positions, x.dtype)
+        q_lora = self.q_norm(self.wq_a(x)[0])
+        q_SHD = self.wq_b(q_lora)[0].view(-1, self.heads, self.head_dim)
+        q_SHD = rotate(unit_rms(q_SHD, self.config.layernorm_epsilon), cos, sin)
+        kv_ND = rotate(self.kv_norm(self.wkv(x)[0]), cos, sin)
+        entries, chosen = self._compressed(x, q_lora, layout)
+        attended = sparse_attention_v4(
+            q_SHD,
+            self._shared(kv_ND),
+            entries,
+            self.head_dim**-0.5,
+            self.attn_sink,
+            window=self.window,
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.kernels,
+            **chosen,
+        )
+        # Values carry their key's rotation; turning back at the query leaves the relative position.
+        o_SHD = rotate(cast(torch.Tensor, attended), cos, -sin)
+        z_SGR = self.wo_a(o_SHD.reshape(len(x), self.groups, -1))
+        return self.wo_b(z_SGR.flatten(1))[0]
+
+    def _compressed(
+        self, x: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """Compressed entries [M, D] and which of them each query sees, as keywords of `sparse_attention_v4`."""
+        if not self.compress_ratio:
+            return None, {}
+        entries, _ = self.compressor(x, layout, self.rope)
+        entries = self._shared(entries)
+        if self.compress_ratio == 4:
+            return entries, {"indices": self.indexer.select(x, q_lora, layout, self.rope)}
+        return entries, {"cmp_ranges": layout.visible(self.compress_ratio)}
+
+    def _shared(self, keys: torch.Tensor) -> torch.Tensor:
+        # Every rank's heads read the same keys: identity forward, sum of the ranks' gradients backward.
+        return copy_to_tensor_model_parallel_region(keys, group=self.tp_group)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Megatron's default, with the sink sharded over heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        sharded |= make_sharded_tensors_for_checkpoint(
+            {"attn_sink": self.attn_sink},
+            prefix,
+            {"attn_sink": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return sharded
+
+
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) over the last axis, float32 inside and one cast: the weightless norm of a query head."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning indexer: which compressed entries a query attends to in a ratio-4 layer.
+
+The selection is discrete, so no gradient reaches the indexer from the language-model loss; its parameters are
+frozen, because weight decay alone would move them away from the rollout engine's copy. Left out: training it with
+a KL loss, and quantised scores. Source: DeepSeek-V4 technical report, eqs. 13-17.
+"""
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vime_kernels.dsa import get_topk_fn, indexer_topk
+from vime_models.dsv4.compressor import Compressor
+from vime_models.dsv4.rope import RotaryTable, rotate
+from vime_models.dsv4.thd import TokenLayout
+from vime_models.host.backend import Backend
+
+
+class Indexer(MegatronModule):
+    """Scores compressed entries with a few cheap heads and keeps the best.
+
+    Args:
+        config: with `vime_dsv4`, and with `sequence_parallel` off.
+
+    Attributes:
+        topk_fn: picks from scores; the seam for recording or replaying picks. Signature of
+            `vime_kernels.dsa.topk`.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        options = config.vime_dsv4
+        self.n_heads, self.head_dim, self.topk = (
+            options.index_n_heads,
+            options.index_head_dim,
+            options.index_topk,
+        )
+        self.topk_fn = get_topk_fn("canonical", backend=options.backend)
+        linear = Backend.from_config(config).replicated_linear
+        self.linear_wq_b = linear(
+            options.q_lora_rank,
+            self.n_heads * self.head_dim,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+        )
+        self.linear_weights_proj = linear(
+            config.hidden_size, self.n_heads, config=config, init_method=config.init_method, bias=False
+        )
+        self.compressor = Compressor(config, ratio=4, width=self.head_dim)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def select(
+        self, hidden: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout, table: RotaryTable
+    ) -> torch.Tensor:
+        """int32 [T, K] entries for each token, -1 where fewer than K are visible; rows count all sequences.
+
+        Args:
+            hidden: [T, h], the normalised input of the attention.
+            q_lora: [T, q_lora_rank], the normalised low-rank query that the attention also uses.
+            layout: of the T tokens.
+            table: rotation of the layer.
+        """
+        keys, _ = self.compressor(hidden, layout, table)
+        queries = self.linear_wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
+        queries = rotate(queries, *table.cos_sin(layout.positions, hidden.dtype))
+        weights = self.linear_weights_proj(hidden)[0]
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return indexer_topk(
+            queries,
+            keys,
+            weights * (self.n_heads * self.head_dim) ** -0.5,
+            *layout.visible(self.compressor.ratio),
+            max(1, min(self.topk, keys.shape[0])),
+            topk_fn=self.topk_fn,
+            backend=self.config.vime_dsv4.backend,
+        )
