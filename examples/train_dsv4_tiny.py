@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a tiny DeepSeek-V4 on this repository's own documentation, on a CPU, in about a minute.
 
-The whole life of a model: the flags come from a Hugging Face config and pass through Megatron's own parser, the
-layers come from `--spec vime_models.dsv4 get_dsv4_spec`, training is interrupted and resumed from a distributed
-checkpoint, and the result is exported as a release-dialect checkpoint that transformers loads. Each stage is
-checked, and the exit status is 1 if any check fails.
+The whole life of a model: a Hugging Face checkpoint gives the launch flags and the weights, Megatron's own parser
+reads the flags, the layers come from `--spec vime_models.dsv4 get_dsv4_spec`, training is interrupted and resumed
+from a distributed checkpoint, and the result is exported as a release-dialect checkpoint that transformers loads.
+Each stage is checked, and the exit status is 1 if any check fails.
 
     ./dev run python examples/train_dsv4_tiny.py
 """
@@ -20,6 +20,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 from vime_convert.megatron.exporter import save_hf
+from vime_convert.megatron.loader import load_checkpoint
+from vime_convert.reader import CheckpointReader
+from vime_convert.tiny import make_tiny
 
 from vime_convert.dsv4.names import rule_table
 from vime_models.dsv4 import add_arguments
@@ -95,11 +98,25 @@ def batch(tokens: torch.Tensor, step: int, size: int, length: int) -> tuple[torc
     return windows[:, :-1], windows[:, 1:]
 
 
+def fresh(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Initial value of one released tensor: what pre-training would start from."""
+    if name.endswith("tid2eid"):  # distinct experts for every token
+        scores = torch.rand(shape[0], CONFIG["n_routed_experts"], generator=generator)
+        return scores.topk(shape[1]).indices
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if name.endswith(("_base", "_scale", ".bias", "attn_sink", ".ape")):
+        return torch.full(shape, 0.1) if name.endswith("_scale") else torch.zeros(shape)
+    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+
 class Run:
     """A model with its optimizer, as a training script would hold it."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, checkpoint: Path | None = None) -> None:
         self.model = make_provider(args)().train()
+        if checkpoint is not None:
+            load_checkpoint([self.model], CheckpointReader(checkpoint), rule_table(CONFIG))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
         self.clip = args.clip_grad
@@ -161,7 +178,7 @@ def train_and_check(steps: int, out: Path) -> int:
         [
             *launch_flags(CONFIG),
             *("--seq-length", "128", "--micro-batch-size", "8", "--lr", "4e-3", "--clip-grad", "1.0"),
-            *("--save", str(out / "checkpoint"), "--load", str(out / "checkpoint")),
+            *("--save", str(out / "checkpoint"), "--save-interval", "1", "--load", str(out / "checkpoint")),
         ],
         add_arguments,
     )
@@ -169,7 +186,8 @@ def train_and_check(steps: int, out: Path) -> int:
     entropy = unigram_entropy(tokens)
     middle = steps // 2
 
-    run = Run(args)
+    make_tiny(CONFIG, out / "start", seed=1, table=rule_table(CONFIG), init=fresh, dtype=torch.float32)
+    run = Run(args, out / "start")
     losses = run.train(tokens, 0, middle, args)
     training.save(middle, [run.model], run.optimizer)
     losses += run.train(tokens, middle, steps, args)

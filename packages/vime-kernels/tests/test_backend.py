@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from vime_kernels import BackendError, _backend, dsa, explain, set_backend, use_backend
 
 
@@ -54,14 +55,15 @@ def test_use_backend_restores_also_after_an_error():
 
 @pytest.mark.parametrize("where", ["argument", "set_backend", "environment"])
 def test_unknown_names_are_refused(monkeypatch, where):
+    if where == "environment":
+        monkeypatch.setenv("VIME_KERNELS_BACKEND", "tilelang")
+    call = {
+        "argument": lambda: _backend.resolve("topk", "tilelang"),
+        "set_backend": lambda: set_backend("tilelang"),
+        "environment": lambda: _backend.resolve("topk"),
+    }[where]
     with pytest.raises(BackendError, match=r"expected one of \('auto', 'triton', 'torch'\).*got 'tilelang'"):
-        if where == "argument":
-            _backend.resolve("topk", "tilelang")
-        elif where == "set_backend":
-            set_backend("tilelang")
-        else:
-            monkeypatch.setenv("VIME_KERNELS_BACKEND", "tilelang")
-            _backend.resolve("topk")
+        call()
 
 
 def test_an_operation_refuses_an_explicit_triton():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
+
 from vime_kernels.dsa import gated_pool
 from vime_kernels.testing import assert_bitwise, cu_seqlens_of, randn
 
@@ -109,7 +110,9 @@ def test_packed_is_bitwise_one_call_per_sequence(lengths, r, overlap):
 
 def test_zero_gate_and_zero_bias_is_the_mean():
     x = randn(12, 6, seed=0, dtype=torch.float64)
-    pooled, _ = gated_pool(x, torch.zeros_like(x), torch.zeros(4, 6, dtype=torch.float64), cu_seqlens_of([12]), 4)
+    pooled, _ = gated_pool(
+        x, torch.zeros_like(x), torch.zeros(4, 6, dtype=torch.float64), cu_seqlens_of([12]), 4
+    )
     torch.testing.assert_close(pooled, x.view(3, 4, 6).mean(1), rtol=1e-14, atol=1e-15)
 
 

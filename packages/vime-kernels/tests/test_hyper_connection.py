@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch.autograd import gradcheck
+
 from vime_kernels import mhc
 from vime_kernels.testing import assert_bitwise, randn, rel_rms
 
@@ -50,7 +51,9 @@ def test_mixes_equal_the_scalar_formulas(n, iters):
     for t in range(len(X)):
         expected = mixes_by_hand(X[t].tolist(), fn.tolist(), scale.tolist(), base.tolist(), iters)
         for actual, by_hand in zip((pre[t], post[t], comb[t]), expected, strict=True):
-            torch.testing.assert_close(actual, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(
+                actual, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=1e-13
+            )
 
 
 def test_post_reads_the_row_of_comb_as_the_source():
@@ -91,10 +94,13 @@ def test_gradients():
     X, fn, scale, base = inputs(T=2, C=3, grad=True)
     n = 4
     assert gradcheck(
-        lambda *a: mhc.mhc_mixes(*a, eps=EPS, iters=20, norm_eps=NORM_EPS), (X, fn, scale, base), fast_mode=True
+        lambda *a: mhc.mhc_mixes(*a, eps=EPS, iters=20, norm_eps=NORM_EPS),
+        (X, fn, scale, base),
+        fast_mode=True,
     )
     assert gradcheck(
-        lambda X, f, s, b: mhc.mhc_head(X, f[:n], s[:1], b[:n], eps=EPS, norm_eps=NORM_EPS), (X, fn, scale, base)
+        lambda X, f, s, b: mhc.mhc_head(X, f[:n], s[:1], b[:n], eps=EPS, norm_eps=NORM_EPS),
+        (X, fn, scale, base),
     )
     logits = randn(2, 4, 4, seed=5, dtype=torch.float64, grad=True)
     assert gradcheck(lambda x: mhc.sinkhorn(x, iters=20, eps=1e-6), (logits,))

@@ -6,8 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
+
 from vime_kernels import _rows
-from vime_kernels.dsa import causal_ranges, indexer_logits, indexer_scores, indexer_topk, lightning_indexer, topk
+from vime_kernels.dsa import (
+    causal_ranges,
+    indexer_logits,
+    indexer_scores,
+    indexer_topk,
+    lightning_indexer,
+    topk,
+)
 from vime_kernels.testing import assert_bitwise, cu_seqlens_of, randn, rel_rms
 
 INF = float("inf")
@@ -45,12 +53,17 @@ def test_logits_and_scores_equal_loops(H, weighted, use_relu):
     indices = torch.tensor([[5, -1, 0], [2, 2, 6], [-7, 1, 3], [4, 0, 1]], dtype=torch.int32)
     valid = (indices >= 0) & (indices < 6)
     at_picks = expected.gather(1, indices.clamp(0, 5).long()).masked_fill(~valid, -INF)
-    torch.testing.assert_close(indexer_scores(q, k, w, indices, use_relu=use_relu), at_picks, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        indexer_scores(q, k, w, indices, use_relu=use_relu), at_picks, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_ranges_are_cleaned_or_left():
     q, k, w = inputs(dtype=torch.float32)
-    starts, ends = torch.tensor([0, 2, 5, -3], dtype=torch.int32), torch.tensor([6, 4, 5, 99], dtype=torch.int32)
+    starts, ends = (
+        torch.tensor([0, 2, 5, -3], dtype=torch.int32),
+        torch.tensor([6, 4, 5, 99], dtype=torch.int32),
+    )
     clean = indexer_logits(q, k, w, starts, ends)
     everything = indexer_logits(q, k, w, starts, ends, clean_logits=False)
     visible = clean != -INF
@@ -86,7 +99,7 @@ def test_gradients(monkeypatch, chunk_bytes):
     def finite(*tensors):
         return indexer_scores(*tensors, indices).masked_fill(indices < 0, 0.0)[:, :3]
 
-    assert gradcheck(finite, (q, k, w))
+    assert gradcheck(finite, (q, k, w), fast_mode=chunk_bytes == 1)
 
 
 def test_padding_has_no_gradient_and_relu_none_at_zero():
@@ -105,7 +118,9 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch():
         batch = indexer_logits(q, k, w, starts, ends)
         for t in range(17):
             row = slice(t, t + 1)
-            assert_bitwise(indexer_logits(q[row], k, w[row], starts[row], ends[row]), batch[row], f"H={H} row {t}")
+            assert_bitwise(
+                indexer_logits(q[row], k, w[row], starts[row], ends[row]), batch[row], f"H={H} row {t}"
+            )
 
 
 def test_nan_stays_in_its_row_or_column():
@@ -126,7 +141,9 @@ def test_nan_stays_in_its_row_or_column():
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 2**12))
 @settings(max_examples=40, deadline=None)
 def test_picks_do_not_depend_on_the_chunk(S, k, max_logits_bytes):
-    q, keys, w = inputs(S=S, H=2, D=4, N=max(1, S // 4), dtype=torch.float32)  # two heads: many exact zeros, many ties
+    q, keys, w = inputs(
+        S=S, H=2, D=4, N=max(1, S // 4), dtype=torch.float32
+    )  # two heads: many exact zeros, many ties
     starts, ends = causal_ranges(cu_seqlens_of([S]), ratio=4)
     ends = ends.clamp(max=len(keys))
     whole = topk(indexer_logits(q, keys, w, starts, ends), k, starts, ends)
@@ -148,8 +165,12 @@ def test_topk_fn_sees_every_row_once_and_replays():
     replayed_scores, replayed = lightning_indexer(q, k, w, starts, ends, 2, indices=recorded)
     assert_bitwise(replayed, picks)
     assert_bitwise(replayed_scores, scores)
-    with pytest.raises(ValueError, match=r"indexer_topk: expected topk_fn to return int32 \[5, 2\], got torch.int64"):
-        indexer_topk(q, k, w, starts, ends, 2, topk_fn=lambda logits, n, s, e, row_offset: logits.topk(n).indices)
+    with pytest.raises(
+        ValueError, match=r"indexer_topk: expected topk_fn to return int32 \[5, 2\], got torch.int64"
+    ):
+        indexer_topk(
+            q, k, w, starts, ends, 2, topk_fn=lambda logits, n, s, e, row_offset: logits.topk(n).indices
+        )
 
 
 def test_lightning_indexer_scores_what_it_picks():

@@ -6,11 +6,14 @@ import math
 import pytest
 import torch
 from torch.autograd import gradcheck
+
 from vime_kernels import _rows
 from vime_kernels.dsa import indexer_kl_loss, indexer_kl_target, sparse_attention
 from vime_kernels.testing import assert_bitwise, randn
 
-INDICES = torch.tensor([[0, 2, 4, -1], [1, -1, -1, -1], [-1, -1, -1, -1], [3, 0, 1, 6], [5, 4, 3, 2]], dtype=torch.int32)
+INDICES = torch.tensor(
+    [[0, 2, 4, -1], [1, -1, -1, -1], [-1, -1, -1, -1], [3, 0, 1, 6], [5, 4, 3, 2]], dtype=torch.int32
+)
 VALID = (INDICES >= 0) & (INDICES < 6)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.nn.functional import scaled_dot_product_attention
+
 from vime_kernels import _rows
 from vime_kernels.dsa import sparse_attention
 from vime_kernels.testing import assert_bitwise, causal_picks, randn, rel_rms
@@ -65,8 +66,9 @@ def test_gradients(monkeypatch, chunk_bytes):
         out, lse = sparse_attention(q, kv, INDICES, 0.7, d_v=4, attn_sink=sink, return_lse=True)
         return out, lse.masked_fill(lse == -INF, 0.0)
 
-    assert gradcheck(out_and_lse, (q, kv, sink))
-    assert gradcheck(lambda q, kv: sparse_attention(q, kv, INDICES, 0.7), (q, kv))
+    fast = chunk_bytes == 1  # recomputing every row for every element takes long
+    assert gradcheck(out_and_lse, (q, kv, sink), fast_mode=fast)
+    assert gradcheck(lambda q, kv: sparse_attention(q, kv, INDICES, 0.7), (q, kv), fast_mode=fast)
 
 
 def test_all_keys_is_dense_causal_attention():
@@ -149,7 +151,9 @@ def test_two_halves_merge_by_lse(cut, seed):
     q, kv = inputs(S=4, N=9)
     indices = torch.randint(-1, 10, (4, 12), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     whole, whole_lse = sparse_attention(q, kv, indices, 0.5, return_lse=True)
-    parts = [sparse_attention(q, kv, part, 0.5, return_lse=True) for part in (indices[:, :cut], indices[:, cut:])]
+    parts = [
+        sparse_attention(q, kv, part, 0.5, return_lse=True) for part in (indices[:, :cut], indices[:, cut:])
+    ]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = sum((part_lse - lse).exp().nan_to_num(0.0)[..., None] * out for out, part_lse in parts)
     torch.testing.assert_close(lse, whole_lse)
@@ -165,7 +169,9 @@ def test_topk_length_equals_padding():
     )
 
 
-@pytest.mark.parametrize("H, D, K", [(8, 64, 32), (3, 16, 7), (1, 8, 1)], ids=["H8-D64-K32", "H3-D16-K7", "H1-D8-K1"])
+@pytest.mark.parametrize(
+    "H, D, K", [(8, 64, 32), (3, 16, 7), (1, 8, 1)], ids=["H8-D64-K32", "H3-D16-K7", "H1-D8-K1"]
+)
 def test_a_row_alone_is_bitwise_the_row_in_a_batch(H, D, K):
     q, kv = inputs(S=19, H=H, N=40, D=D, dtype=torch.float32)
     indices, sink = causal_picks(19, 40, K, seed=3), randn(H, seed=4)
@@ -229,7 +235,9 @@ def test_non_contiguous_queries():
     q, kv = inputs(S=5, H=6, dtype=torch.float32)
     view = q.view(5, 2, 3, 6)[:, 1]
     swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
-    assert_bitwise(sparse_attention(view, kv, INDICES, 1.0), sparse_attention(view.contiguous(), kv, INDICES, 1.0))
+    assert_bitwise(
+        sparse_attention(view, kv, INDICES, 1.0), sparse_attention(view.contiguous(), kv, INDICES, 1.0)
+    )
     assert_bitwise(sparse_attention(swapped, kv, INDICES, 1.0), sparse_attention(q, kv, INDICES, 1.0))
 
 
@@ -253,7 +261,9 @@ def test_extreme_scores(size):
     assert lse.item() == pytest.approx(size if size > 1 else math.log(3))
 
 
-@pytest.mark.parametrize("S, N, K", [(0, 4, 3), (3, 0, 3), (3, 4, 0), (0, 0, 0)], ids=["S0", "N0", "K0", "all0"])
+@pytest.mark.parametrize(
+    "S, N, K", [(0, 4, 3), (3, 0, 3), (3, 4, 0), (0, 0, 0)], ids=["S0", "N0", "K0", "all0"]
+)
 def test_empty_inputs(S, N, K):
     q, kv = inputs(S=S, N=N, grad=True)
     indices = torch.zeros(S, K, dtype=torch.int32)

@@ -3,13 +3,16 @@
 
 import pytest
 import torch
+
 from vime_kernels.testing import assert_bitwise, causal_picks, cu_seqlens_of, randn, rel_rms
 
 
 def test_bitwise_names_the_first_coordinate():
     a, b = torch.zeros(2, 3), torch.zeros(2, 3)
     a[1, 2], a[1, 0] = 5.0, -0.0
-    with pytest.raises(AssertionError, match=r"x: 2 of 6 elements differ, first at \(1, 0\): expected 0.0, got -0.0"):
+    with pytest.raises(
+        AssertionError, match=r"x: 2 of 6 elements differ, first at \(1, 0\): expected 0.0, got -0.0"
+    ):
         assert_bitwise(a, b, "x")
 
 

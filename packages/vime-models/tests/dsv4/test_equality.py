@@ -71,7 +71,11 @@ MISTAKES = {
     ),
     "entry visible one token late in CSA": (thd.TokenLayout, "visible", _half_open(4)),
     "entry visible one token late in HCA": (thd.TokenLayout, "visible", _half_open(128)),
-    "entries at the end of their group": (compressor, "local_positions", lambda cu, n: thd.local_positions(cu, n) + 1),
+    "entries at the end of their group": (
+        compressor,
+        "local_positions",
+        lambda cu, n: thd.local_positions(cu, n) + 1,
+    ),
     "query heads not normalised": (attention, "unit_rms", lambda x, eps: x),
     "stream mixing not transposed": (
         hyper_connection,

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from vime_convert.controls import deepseek_v3_rules
+from vime_convert.controls import deepseek_v3_table
 from vime_convert.plugin import ModelPlugin, TinyCase
 from vime_models.controls import common
 
@@ -95,7 +95,7 @@ PLUGIN = ModelPlugin(
     model_type="deepseek_v3",
     setup=common.setup,
     build=partial(common.build, config_class=MLATransformerConfig, fields=_fields),
-    rules=deepseek_v3_rules,
+    rules=deepseek_v3_table,
     forward=common.forward,
     layer_states=common.layer_states,
     tiny_cases=(TINY_CASE,),

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vime_convert.controls import qwen3_rules
+from vime_convert.controls import qwen3_table
 from vime_convert.plugin import ModelPlugin, TinyCase
 from vime_models.controls import common
 
@@ -48,7 +48,7 @@ PLUGIN = ModelPlugin(
     model_type="qwen3",
     setup=common.setup,
     build=partial(common.build, config_class=TransformerConfig, fields=_fields),
-    rules=qwen3_rules,
+    rules=qwen3_table,
     forward=common.forward,
     layer_states=common.layer_states,
     tiny_cases=(TINY_CASE,),

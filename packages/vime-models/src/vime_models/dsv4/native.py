@@ -9,7 +9,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from vime_models.dsv4.config import DSv4Options
@@ -19,6 +18,7 @@ _MODULES = (
     "megatron.core.transformer.hyper_connection",
     "transformer_engine",
 )
+_SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 
 
 def missing(config: TransformerConfig) -> list[str]:
@@ -66,4 +66,6 @@ def block_spec(options: DSv4Options, config: TransformerConfig, vp_stage: int | 
     }
     for field, value in fields.items():
         setattr(config, field, value)
-    return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
+    # Imported here: the module pulls in every linear-attention library that is installed.
+    specs = import_module(_SPECS)
+    return specs.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)

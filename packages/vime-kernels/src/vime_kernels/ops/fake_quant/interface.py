@@ -35,7 +35,7 @@ def act_quant(
         scale: "ue8m0" for powers of two, "fp32" for amax / 448.
         backend: see `vime_kernels.set_backend`.
 
-    A NaN or inf makes its whole block NaN, a block of zeros gives zeros.
+    Codes times scale: a NaN or inf makes its whole block NaN, a block of zeros gives zeros.
 
     Raises:
         ValueError, TypeError: an argument does not fit.

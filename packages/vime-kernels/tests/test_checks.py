@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: every message names the operation, the argument, what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+
+from vime_kernels import dsa, mhc, quant
+
+q, kv, w = torch.zeros(5, 3, 8), torch.zeros(7, 8), torch.zeros(5, 3)
+idx = torch.zeros(5, 2, dtype=torch.int32)
+lo, hi = torch.zeros(5, dtype=torch.int32), torch.full((5,), 7, dtype=torch.int32)
+cu = torch.tensor([0, 5], dtype=torch.int32)
+X, fn, scale, base = torch.zeros(2, 4, 6), torch.zeros(24, 24), torch.zeros(3), torch.zeros(24)
+mixes = {"eps": 1e-6, "iters": 20, "norm_eps": 1e-6}
+ape = torch.zeros(4, 8)
+tall = torch.zeros(8, 7).T  # [7, 8] with stride 1 along the rows
+
+
+def raises(op, expected, got, call, kind=ValueError):
+    return pytest.param(
+        call, kind, f"vime_kernels.{op}: expected {expected}, got {got}", id=f"{op}-{expected[:40]}"
+    )
+
+
+CASES = [
+    raises("sparse_attention", "kv.shape[-1] == q.shape[-1] (8)", "6",
+           lambda: dsa.sparse_attention(q, torch.zeros(7, 6), idx, 1.0)),
+    raises("sparse_attention", "q of shape [S, H, D]", "[5, 8]", lambda: dsa.sparse_attention(q[:, 0], kv, idx, 1.0)),
+    raises("sparse_attention", "indices.shape[0] == q.shape[0] (5)", "4",
+           lambda: dsa.sparse_attention(q, kv, idx[:4], 1.0)),
+    raises("sparse_attention", "attn_sink.shape[-1] == q.shape[1] (3)", "2",
+           lambda: dsa.sparse_attention(q, kv, idx, 1.0, attn_sink=torch.zeros(2))),
+    raises("sparse_attention", "attn_sink in float32 (or float64)", "torch.bfloat16",
+           lambda: dsa.sparse_attention(q, kv, idx, 1.0, attn_sink=torch.zeros(3, dtype=torch.bfloat16)), TypeError),
+    raises("sparse_attention", "indices in torch.int32", "torch.int64; pass indices.to(torch.int32)",
+           lambda: dsa.sparse_attention(q, kv, idx.long(), 1.0), TypeError),
+    raises("sparse_attention", "q in bfloat16, float16, float32 or float64", "torch.int32",
+           lambda: dsa.sparse_attention(q.int(), kv, idx, 1.0), TypeError),
+    raises("sparse_attention", "kv.stride(-1) == 1", "7; pass kv.contiguous()",
+           lambda: dsa.sparse_attention(q, tall, idx, 1.0)),
+    raises("sparse_attention", "kv on the device of q (cpu)", "meta",
+           lambda: dsa.sparse_attention(q, torch.zeros(7, 8, device="meta"), idx, 1.0)),
+    raises("sparse_attention", "0 < d_v <= q.shape[-1] (8)", "9",
+           lambda: dsa.sparse_attention(q, kv, idx, 1.0, d_v=9)),
+    raises("sparse_attention", "sm_scale to be a Python float", "Tensor; pass float(sm_scale)",
+           lambda: dsa.sparse_attention(q, kv, idx, torch.tensor(1.0)), TypeError),
+    raises("sparse_attention", "kv to be a tensor [N, D]", "list",
+           lambda: dsa.sparse_attention(q, [1.0], idx, 1.0), TypeError),
+    raises("sparse_attention_v4", "q.shape[0] == kv_window.shape[0] (7)", "5; pass q_positions",
+           lambda: dsa.sparse_attention_v4(q, kv, None, 1.0, None)),
+    raises("sparse_attention_v4", "either indices or cmp_ranges", "both",
+           lambda: dsa.sparse_attention_v4(q, kv, kv, 1.0, None, indices=idx, cmp_ranges=(lo, hi))),
+    raises("sparse_attention_v4", "kv_compressed with indices or cmp_ranges", "None",
+           lambda: dsa.sparse_attention_v4(q, kv, None, 1.0, None, indices=idx)),
+    raises("sparse_attention_v4", "window to be an int >= 1", "0",
+           lambda: dsa.sparse_attention_v4(q, kv[:5], None, 1.0, None, window=0)),
+    raises("sparse_attention_v4", "cu_seqlens[-1] <= 5 (the packed rows)", "6",
+           lambda: dsa.sparse_attention_v4(q, kv[:5], None, 1.0, None, cu_seqlens=cu + torch.tensor([0, 1]).int())),
+    raises("topk", "k to be an int >= 1", "0", lambda: dsa.topk(w, 0, lo, hi)),
+    raises("topk", "k to be an int >= 1", "-3", lambda: dsa.topk(w, -3, lo, hi)),
+    raises("topk", "rule to be one of", "'best'", lambda: dsa.topk(w, 1, lo, hi, rule="best")),
+    raises("topk", "ends in torch.int32", "torch.int64", lambda: dsa.topk(w, 1, lo, hi.long()), TypeError),
+    raises("topk", "starts.shape[-1] == logits.shape[0] (5)", "2", lambda: dsa.topk(w, 1, lo[:2], hi)),
+    raises("indexer_logits", "weights.shape[-1] == q.shape[1] (3)", "2",
+           lambda: dsa.indexer_logits(q, kv, w[:, :2], lo, hi)),
+    raises("indexer_logits", "out in torch.float32", "torch.float64",
+           lambda: dsa.indexer_logits(q, kv, w, lo, hi, out=torch.zeros(5, 7).double()), TypeError),
+    raises("indexer_logits", "k_scale.shape[-1] == k.shape[0] (7)", "6",
+           lambda: dsa.indexer_logits(q, kv, w, lo, hi, k_scale=torch.zeros(6))),
+    raises("indexer_topk", "max_logits_bytes to be an int >= 1", "0",
+           lambda: dsa.indexer_topk(q, kv, w, lo, hi, 2, max_logits_bytes=0)),
+    raises("indexer_scores", "q in bfloat16, float16, float32 or float64", "torch.float8_e4m3fn",
+           lambda: dsa.indexer_scores(q.to(torch.float8_e4m3fn), kv, w, idx), TypeError),
+    raises("lightning_indexer", "indices.shape[-1] == 4", "2",
+           lambda: dsa.lightning_indexer(q, kv, w, lo, hi, 4, indices=idx)),
+    raises("indexer_kl_target", "lse in float32 (or float64)", "torch.float16",
+           lambda: dsa.indexer_kl_target(q, kv, idx, 1.0, lse=w.half()), TypeError),
+    raises("indexer_kl_loss", "reduction to be one of ('mean', 'sum')", "'none'",
+           lambda: dsa.indexer_kl_loss(w, w, idx[:, :1].expand(5, 3), coeff=1.0, reduction="none")),
+    raises("indexer_kl_loss", "row_mask in torch.bool", "torch.int32",
+           lambda: dsa.indexer_kl_loss(w[:, :2], w[:, :2], idx, coeff=1.0, row_mask=lo), TypeError),
+    raises("causal_ranges", "cu_seqlens to start at 0 and never to decrease", "[0, 4, 2]",
+           lambda: dsa.causal_ranges(torch.tensor([0, 4, 2], dtype=torch.int32))),
+    raises("causal_ranges", "cu_seqlens to start at 0 and never to decrease", "[1, 4]",
+           lambda: dsa.causal_ranges(torch.tensor([1, 4], dtype=torch.int32))),
+    raises("causal_ranges", "cu_seqlens in torch.int32", "torch.int64",
+           lambda: dsa.causal_ranges(cu.long()), TypeError),
+    raises("causal_ranges", "cu_seqlens of at least one element", "0", lambda: dsa.causal_ranges(cu[:0])),
+    raises("causal_ranges", "ratio to be an int >= 1", "0", lambda: dsa.causal_ranges(cu, ratio=0)),
+    raises("gated_pool", "ape.shape[0] == 4", "3", lambda: dsa.gated_pool(kv, kv, ape[:3], cu, 4)),
+    raises("gated_pool", "ape in float32 (or float64)", "torch.bfloat16",
+           lambda: dsa.gated_pool(kv, kv, ape.bfloat16(), cu, 4), TypeError),
+    raises("gated_pool", "an even x_TC.shape[-1] with overlap=True (two halves)", "7",
+           lambda: dsa.gated_pool(kv[:, :7], kv[:, :7], ape[:, :7], cu, 4, overlap=True)),
+    raises("gated_pool", "halo=None without overlap", "a halo",
+           lambda: dsa.gated_pool(kv, kv, ape, cu, 4, halo=(ape, ape))),
+    raises("gated_pool", "rounding to be one of ('fp32', 'hf')", "'bf16'",
+           lambda: dsa.gated_pool(kv, kv, ape, cu, 4, rounding="bf16")),
+    raises("mhc_mixes", "fn.shape[0] == 24", "20", lambda: mhc.mhc_mixes(X, fn[:20], scale, base, **mixes)),
+    raises("mhc_mixes", "base in float32 (or float64)", "torch.bfloat16; keep it out of .bfloat16()",
+           lambda: mhc.mhc_mixes(X, fn, scale, base.bfloat16(), **mixes), TypeError),
+    raises("mhc_mixes", "iters to be an int >= 1", "0",
+           lambda: mhc.mhc_mixes(X, fn, scale, base, **(mixes | {"iters": 0}))),
+    raises("sinkhorn", "logits_Tnn.shape[-1] == logits_Tnn.shape[1] (4)", "6", lambda: mhc.sinkhorn(X)),
+    raises("mhc_pre", "pre_Tn.shape[-1] == X_TnC.shape[1] (4)", "3", lambda: mhc.mhc_pre(X, torch.zeros(2, 3))),
+    raises("mhc_post", "y_TC.shape[-1] == X_TnC.shape[-1] (6)", "5",
+           lambda: mhc.mhc_post(torch.zeros(2, 5), X, torch.zeros(2, 4), torch.zeros(2, 4, 4))),
+    raises("mhc_head", "scale.shape[-1] == 1", "3",
+           lambda: mhc.mhc_head(X, fn[:4], scale, base[:4], eps=1e-6, norm_eps=1e-6)),
+    raises("fake_quant_fp8", "x.shape[-1] to be a multiple of block (128)", "[2, 100]; pad or slice x",
+           lambda: quant.fake_quant_fp8(torch.zeros(2, 100))),
+    raises("fake_quant_fp4", "block to be an int >= 1", "0", lambda: quant.fake_quant_fp4(X, 0)),
+    raises("act_quant", "scale to be one of ('ue8m0', 'fp32')", "'e8m0'", lambda: quant.act_quant(X, 2, "e8m0")),
+    raises("act_quant", "x in bfloat16, float16, float32 or float64", "torch.int64",
+           lambda: quant.act_quant(torch.zeros(128, dtype=torch.int64)), TypeError),
+    raises("hadamard", "x.shape[-1] to be a power of two", "6", lambda: quant.hadamard(X)),
+    raises("hadamard", "x to be a tensor", "float", lambda: quant.hadamard(1.0), TypeError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, kind, message", CASES)
+def test_message(call, kind, message):
+    # "one of (…)" lists are cut short in the table.
+    pattern = re.escape(message).replace(re.escape("one of, got"), r"one of \(.*\), got")
+    with pytest.raises(kind, match=pattern):
+        call()
