@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime_convert.errors import NamesError
@@ -24,6 +24,7 @@ def rule_of(kind: str, rows: int, groups: int, width: int, vector: bool) -> Rule
     return Rule("m", ("q", "k", "v"), shapes, kind="qkv_grouped", head_groups=groups)
 
 
+@settings(deadline=None)
 @given(KINDS, st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 2**31))
 def test_both_directions_are_inverse(
     kind: str, rows: int, groups: int, width: int, vector: bool, seed: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vime_convert.errors import CheckpointError, MissingExtra
+from vime_convert.errors import CheckpointError, MissingExtra, raise_problems
 from vime_convert.megatron.exporter import save_hf
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.output import refuse_existing, staged
@@ -24,6 +24,8 @@ from vime_convert.reader import CheckpointReader, read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON_KEY = "vime_convert"
+# Sharded state of a training run that is not the model's.
+_TRAINER_KEYS = ("optimizer", "rng_state", "rerun_state", "opt_param_scheduler")
 
 
 def hf2dist(source: str | Path, target: str | Path, plugin: ModelPlugin, *, device: str = "cpu") -> int:
@@ -92,12 +94,11 @@ def dist2hf(
     plugin.setup(device)
     chunks = plugin.build(config, dtype=torch.bfloat16, device=device)
     wanted = _sharded(chunks)
-    try:
-        loaded = checkpointing.load(wanted, str(directory), strict="raise_all")
-    except checkpointing.core.CheckpointingException as error:
-        raise CheckpointError(
-            f"{directory}: does not hold exactly this model's parameters: {error}"
-        ) from error
+    loaded, unread, absent = checkpointing.load(wanted, str(directory), strict="return_all")
+    unread = {key for key in unread if not key.startswith(_TRAINER_KEYS)}
+    problems = [f"{key}: not in the checkpoint" for key in sorted(absent)]
+    problems += [f"{key}: no parameter of this model" for key in sorted(unread)]
+    raise_problems(str(directory), problems, "check that --hf-config belongs to the model that was trained")
     for key, chunk in zip(wanted, chunks, strict=True):
         chunk.load_state_dict(loaded[key])
     return save_hf(chunks, plugin.rules(config), target, dialect=dialect, dtype="keep", config_from=hf_config)

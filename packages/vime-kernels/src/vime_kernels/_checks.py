@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import torch
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FULL_PRECISION = (torch.float32, torch.float64)
+FLOATING = (torch.bfloat16, torch.float16, *FULL_PRECISION)
 
 
 def fail(
@@ -82,7 +83,7 @@ def floating(op: str, /, **tensors: torch.Tensor | None) -> None:
 def full_precision(op: str, /, **tensors: torch.Tensor | None) -> None:
     """Every tensor is float32 or float64: parameters that lose the model's meaning in bfloat16."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype not in (torch.float32, torch.float64):
+        if tensor is not None and tensor.dtype not in FULL_PRECISION:
             fail(
                 op,
                 f"{name} in float32 (or float64)",

@@ -18,6 +18,14 @@ from vime_models.dsv4.moe import HashRouter
 from vime_models.dsv4.tiny import TINY_CASES
 from vime_models.host import training
 
+# Megatron's argument module imports fla where it is installed, which warns on a machine without a GPU, and it uses
+# an option of argparse that Python 3.12 deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("default:Triton is not supported on current platform:UserWarning"),
+    pytest.mark.filterwarnings("default:Flash Attention is not installed:ImportWarning"),
+    pytest.mark.filterwarnings("default:'type' is deprecated as of Python 3.12:DeprecationWarning"),
+]
+
 FLASH = TINY_CASES[0].config
 PLAIN_ROPE = TINY_CASES[2].config
 

@@ -2,6 +2,7 @@
 """Core attention against torch's, Megatron's own and transformers' attention with sinks."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_packed_sequences_do_not_see_each_other(
     out = _module(make_config())(q, k, v, packed_seq_params=packed)
     assert out.shape == (S, H * DV)
     bounds = padded or cu
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         part = (t[start:end, None] for t in (q, k, v))
         torch.testing.assert_close(
             out[start:end], _torch_attention(*part, D**-0.5).squeeze(1), rtol=1e-12, atol=1e-13

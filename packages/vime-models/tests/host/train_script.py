@@ -40,7 +40,6 @@ def main(directory: str) -> None:
     args = training.parse(words, add_arguments)
     out["vocab"] = args.padded_vocab_size
     out["variable"] = args.variable_seq_lengths
-    # Pipeline stages exchange tensors of the model's own width.
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         bringup.set_seeds(1)
@@ -64,11 +63,9 @@ def main(directory: str) -> None:
         training.load([model])
     except FileNotFoundError as error:
         out["no_checkpoint"] = str(error)
-    optimizer.state.clear()
     out["first"] = steps(model, optimizer, 2)
-    incomplete = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.ones(1))], lr=1e-2)
-    model.extra = incomplete.param_groups[0]["params"][-1]
-    steps(model, incomplete, 0)
+    model.extra = torch.nn.Parameter(torch.ones(1))
+    incomplete = torch.optim.AdamW(model.parameters(), lr=1e-2)
     incomplete.state.update(optimizer.state)
     try:
         training.save(2, [model], incomplete)

@@ -41,7 +41,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--dtype", default=None, help="comma-separated: float64, float32, bfloat16")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and token ids")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write FILE.json and FILE.html")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write FILE.json, FILE.html and FILE.svg (the first plot)"
+    )
     parser.add_argument(
         "--plugin", metavar="MODULE:ATTR", help="take the model from here instead of entry points"
     )
@@ -127,11 +129,8 @@ def _verify(plugin: ModelPlugin, arguments: argparse.Namespace) -> int:
             "seed": arguments.seed,
             **_versions(),
         }
-        report.write(arguments.report.with_suffix(".json"), report.as_json(results, about))
-        report.write(arguments.report.with_suffix(".html"), report.as_html(results, about))
-        sys.stdout.write(
-            f"wrote {arguments.report.with_suffix('.json')} and {arguments.report.with_suffix('.html')}\n"
-        )
+        for path in report.write_all(arguments.report, results, about):
+            sys.stdout.write(f"wrote {path}\n")
     return PASS if report.verdict(results) == "PASS" else MISMATCH
 
 

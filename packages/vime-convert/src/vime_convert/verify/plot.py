@@ -12,8 +12,13 @@ COLOURS = {"float64": "#2f6fde", "float32": "#d9822b", "bfloat16": "#8a4fbf"}
 LOW, HIGH = -17, 1  # decades shown: below float64's rounding up to a relative error of 10
 
 
-def layer_plot(result: CaseResult) -> str:
-    """An inline SVG: one line per precision with its limit dashed; text and axes follow the page's colour."""
+def layer_plot(result: CaseResult, *, standalone: bool = False) -> str:
+    """An SVG element: one line per precision with its limit dashed.
+
+    Args:
+        result: a case with layer errors.
+        standalone: for a file of its own: a white ground and dark text. Otherwise text and axes follow the page.
+    """
     count = len(result.layers)
     step = (WIDTH - LEFT - RIGHT) / max(count - 1, 1)
 
@@ -25,11 +30,14 @@ def layer_plot(result: CaseResult) -> str:
         return TOP + (HIGH - min(decade, HIGH)) / (HIGH - LOW) * (HEIGHT - TOP - BOTTOM)
 
     label = "relative difference of the streams after each layer"
+    colour = " color='#1c2024'" if standalone else ""
     parts = [
         f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' xmlns='http://www.w3.org/2000/svg' aria-label='{label}'",
-        " style='width:100%;max-width:760px' font-family='system-ui, sans-serif' font-size='12' fill='currentColor'>",
-        f"<title>{html.escape(result.name)}: {label}</title>",
+        f"{colour} style='width:100%;max-width:760px' font-family='system-ui, sans-serif' font-size='12'",
+        f" fill='currentColor'><title>{html.escape(result.name)}: {label}</title>",
     ]
+    if standalone:
+        parts.append(f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#fff'/>")
     for decade in range(LOW + 1, HIGH + 1, 4):
         level = y(10.0**decade)
         parts.append(

@@ -105,7 +105,20 @@ def as_html(results: list[CaseResult], about: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def write(path: Path, text: str) -> None:
+def write_all(stem: Path, results: list[CaseResult], about: dict[str, Any]) -> list[Path]:
+    """Writes `stem`.json, .html and, if layers were compared, .svg; returns the paths."""
+    texts = {".json": as_json(results, about), ".html": as_html(results, about)}
+    plotted = next((result for result in results if result.layer_errors), None)
+    if plotted is not None:
+        texts[".svg"] = layer_plot(plotted, standalone=True)
+    paths = []
+    for suffix, text in texts.items():
+        paths.append(stem.with_name(stem.name + suffix))
+        _write(paths[-1], text)
+    return paths
+
+
+def _write(path: Path, text: str) -> None:
     """Writes beside and renames, so that a reader never sees half a report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -44,7 +44,7 @@ def zigzag_rows(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.T
             f"vime_models.host.attention: expected sequence lengths that are multiples of 2*cp "
             f"({2 * cp_size}), got {lengths.tolist()}; pad each sequence"
         )
-    chunks = []
+    chunks: list[torch.Tensor] = []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         chunk = length // (2 * cp_size)
         chunks.extend(

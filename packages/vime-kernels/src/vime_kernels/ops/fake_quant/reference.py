@@ -5,16 +5,13 @@
     scale = 2^⌈log2(amax / largest code)⌉               UE8M0, by integer arithmetic on the float32 bits
     y     = round to nearest even(clamp(x / scale)) · scale
 
-Defined on float32 values: other dtypes are converted first. Leaves out the packing of codes into bytes.
+Defined on float32 values, and on their bits: other dtypes are converted first, and code that runs everything in float64
+has to leave quantisation off. Leaves out the packing of codes into bytes.
 
 Source: DeepSeek-V3.2 and V4 inference kernels (`act_quant`, `fp4_act_quant`); OCP Microscaling for E2M1 and E8M0.
 """
 
 import torch
-
-FP32 = (
-    torch.float32
-)  # by value: a verifier that maps float32 to float64 elsewhere must not change the bit arithmetic
 
 FP8_MAX, FP8_FLOOR = 448.0, 1e-4
 FP4_MAX, FP4_FLOOR = 6.0, 6.0 * 2.0**-126
@@ -22,12 +19,12 @@ FP4_MAX, FP4_FLOOR = 6.0, 6.0 * 2.0**-126
 
 def blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
     """The last dimension in float32 blocks: [..., D / block, block]."""
-    return x.to(FP32).unflatten(-1, (-1, block))
+    return x.to(torch.float32).unflatten(-1, (-1, block))
 
 
 def ceil_to_power_of_two(v: torch.Tensor) -> torch.Tensor:
     """The smallest power of two >= v, for positive normal float32. exp2(ceil(log2(v))) is off right above powers."""
-    power = ((v.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(FP32)
+    power = ((v.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(v.isnan(), v, power)
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch_dist checkpoints of real Megatron models, there and back through the command line."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime_convert.dist import weights_directory
+from vime_convert.errors import CheckpointError
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("model_type", "module"),
+    [
+        pytest.param("qwen3", "vime_models.controls.qwen3", id="qwen3"),
+        pytest.param(
+            "deepseek_v3", "vime_models.controls.deepseek_v3", id="deepseek_v3", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_round_trip(model_type: str, module: str, tmp_path: Path) -> None:
+    for needed in ("megatron.training", "vime_models.controls"):
+        if importlib.util.find_spec(needed.partition(".")[0]) is None:
+            pytest.skip(f"needs {needed}")
+    worker = Path(__file__).with_name("dist_worker.py")
+    run = subprocess.run(
+        [sys.executable, str(worker), f"{module}:PLUGIN", model_type, str(tmp_path)],
+        capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == 1, run.stderr[-3000:]
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    assert result["status"] == {
+        "make-tiny": 0,
+        "hf2dist": 0,
+        "dist2hf": 0,
+        "dist2hf of training": 0,
+        "dist2hf again": 2,
+        "dist2hf of another model": 1,
+    }, run.stderr[-3000:]
+    assert "expected a path that does not exist yet" in run.stderr
+    assert "not in the checkpoint" in run.stderr
+    assert result["bitwise"] == [True, True]
+    assert result["tracker"] == [0, True]
+    assert result["left"] == ["back", "dist", "hf", "iter", "other", "trained"]
+
+
+@pytest.mark.parametrize(
+    "word", [pytest.param("latest", id="nonsense"), pytest.param("7", id="absent-iteration")]
+)
+def test_bad_directory(tmp_path: Path, word: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"expected a torch_dist checkpoint \(metadata.json\), found none"
+    ):
+        weights_directory(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(word)
+    with pytest.raises(CheckpointError, match=r"got 'latest'|iter_0000007: expected a torch_dist checkpoint"):
+        weights_directory(tmp_path)
