@@ -6,6 +6,8 @@ import torch
 
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.reader import CheckpointReader
+from vime_models.dsv4.attention import DSv4Attention
+from vime_models.dsv4.hyper_connection import add_hyper_connection
 from vime_models.dsv4.plugin import PLUGIN
 from vime_models.dsv4.tiny import TINY_CASES
 from vime_models.host import dtypes
@@ -94,8 +96,7 @@ def test_bfloat16_stays_close_to_float32(twin):
     (model,) = PLUGIN.build(pair.case.config, dtype=torch.bfloat16, device="cpu")
     load_checkpoint([model], CheckpointReader(pair.directory), pair.table)
     with torch.no_grad():
-        # Ids of one value per position range keep the routers away from ties less well than a draw would, so only
-        # the bulk of the logits is compared.
+        # Rounding to 8 bits flips some picks, so only the bulk of the logits can agree.
         low, high = PLUGIN.forward([model], pair.ids).float(), pair.logits()
     assert torch.nn.functional.cosine_similarity(low.flatten(), high.flatten(), dim=0) > 0.99
 
@@ -128,17 +129,11 @@ def test_sharded_state_dict_names_layers_apart_and_shards_heads(twin):
 
 def test_only_stream_mixing_acts_on_sequence_shards(build):
     """With sequence parallelism a gradient is summed over tensor-parallel ranks exactly where it is partial."""
-    model = build("flash", sequence_parallel=False)
-    model.config.sequence_parallel = True
-    try:
-        from vime_models.dsv4.attention import DSv4Attention
-        from vime_models.dsv4.layer import add_hyper_connection
-
-        attention = DSv4Attention(model.config, 1, 4)
-        owner = torch.nn.Module()
-        add_hyper_connection(owner, "hc_attn", model.config)
-    finally:
-        model.config.sequence_parallel = False
+    config = build("flash").config
+    config.sequence_parallel = True
+    owner = torch.nn.Module()
+    add_hyper_connection(owner, "hc_attn", config)
+    attention = DSv4Attention(config, layer_number=1, compress_ratio=4)
     assert all(parameter.sequence_parallel for parameter in owner.parameters())
     assert not any(getattr(parameter, "sequence_parallel", False) for parameter in attention.parameters())
 
@@ -158,7 +153,7 @@ SUB_BLOCKS = {
 @pytest.mark.parametrize("name", [case.name for case in TINY_CASES])
 def test_zeroing_any_sub_block_moves_some_logit(build, twin, name):
     """Otherwise an error in that sub-block could hide, and equality would mean little."""
-    model, ids = build(name), twin(name).ids
+    model, ids = build(name), twin(name).ids[:, :150]
     with torch.no_grad():
         correct = model(ids, None, None)
         seen = set()

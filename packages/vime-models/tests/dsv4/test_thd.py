@@ -25,7 +25,8 @@ def packed(lengths: list[int], padded: list[int] | None = None) -> PackedSeqPara
     )
 
 
-@pytest.mark.parametrize("name", ["flash", "pro", "pruned", "csa", "large-eps"])
+# Both have all three ratios; one routes by score only, the other hashes.
+@pytest.mark.parametrize("name", ["pruned", "large-eps"])
 def test_packed_equals_one_by_one(twin, name):
     pair = twin(name, "float64")
     generator = torch.Generator().manual_seed(7)
@@ -39,7 +40,7 @@ def test_packed_equals_one_by_one(twin, name):
 
 
 def test_padding_inside_the_pack_changes_no_real_token(twin):
-    pair = twin("flash", "float64")
+    pair = twin("large-eps", "float64")
     real, padded = [5, 130, 9], [8, 136, 16]
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1, 160, (1, sum(padded)), generator=generator)

@@ -87,7 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(plugin: ModelPlugin, arguments: argparse.Namespace) -> int:
     # Imported here: these need transformers and Megatron, which the other verbs do not.
     from vime_convert.progress import progress
-
     from vime_convert.verify import report
     from vime_convert.verify.case import CHECKS, run_case
     from vime_convert.verify.precision import PRECISIONS

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.megatron.loader import load_checkpoint
+from vime_convert.plugin import ModelPlugin
 from vime_convert.reader import CheckpointReader
 from vime_convert.rules import RuleTable
-
-from vime_convert.plugin import ModelPlugin
 from vime_convert.verify.compare import Trace
 from vime_convert.verify.margins import Margins
 from vime_convert.verify.precision import Precision, running_in
