@@ -64,12 +64,10 @@ def main() -> None:
     more |= {key: [*config[key], config[key][-1]] for key in ("layer_types",) if config.get(key)}
     (paths["other"] / "config.json").write_text(json.dumps(more))
     status["dist2hf of another model"] = back(paths["dist"], paths["bad"], paths["other"])
-    from megatron.training.checkpointing import read_metadata
-
     result = {
         "status": status,
         "bitwise": [bitwise(paths["hf"], paths["back"]), bitwise(paths["hf"], paths["iter"])],
-        "tracker": read_metadata(str(paths["dist"] / "latest_checkpointed_iteration.txt")),
+        "tracker": (paths["dist"] / "latest_checkpointed_iteration.txt").read_text(),
         "left": sorted(path.name for path in base.iterdir()),
     }
     print("RESULT " + json.dumps(result), flush=True)

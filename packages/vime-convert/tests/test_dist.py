@@ -25,9 +25,9 @@ from vime_convert.errors import CheckpointError
     ],
 )
 def test_round_trip(model_type: str, module: str, tmp_path: Path) -> None:
-    for needed in ("megatron.training", "vime_models.controls"):
-        if importlib.util.find_spec(needed.partition(".")[0]) is None:
-            pytest.skip(f"needs {needed}")
+    for needed in ("megatron", "vime_models"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"needs {needed}, to build a model")
     worker = Path(__file__).with_name("dist_worker.py")
     run = subprocess.run(
         [sys.executable, str(worker), f"{module}:PLUGIN", model_type, str(tmp_path)],
@@ -47,7 +47,7 @@ def test_round_trip(model_type: str, module: str, tmp_path: Path) -> None:
     assert "expected a path that does not exist yet" in run.stderr
     assert "not in the checkpoint" in run.stderr
     assert result["bitwise"] == [True, True]
-    assert result["tracker"] == [0, True]
+    assert result["tracker"] == "release"
     assert result["left"] == ["back", "dist", "hf", "iter", "other", "trained"]
 
 

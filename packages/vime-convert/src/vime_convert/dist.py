@@ -94,11 +94,20 @@ def dist2hf(
     plugin.setup(device)
     chunks = plugin.build(config, dtype=torch.bfloat16, device=device)
     wanted = _sharded(chunks)
-    loaded, unread, absent = checkpointing.load(wanted, str(directory), strict="return_all")
-    unread = {key for key in unread if not key.startswith(_TRAINER_KEYS)}
-    problems = [f"{key}: not in the checkpoint" for key in sorted(absent)]
-    problems += [f"{key}: no parameter of this model" for key in sorted(unread)]
-    raise_problems(str(directory), problems, "check that --hf-config belongs to the model that was trained")
+    stored = {
+        key
+        for key in checkpointing.load_tensors_metadata(str(directory))
+        if not key.startswith(_TRAINER_KEYS)
+    }
+    needed = _tensor_keys(_sharded(chunks))
+    problems = [f"{key}: not in the checkpoint" for key in sorted(needed - stored)]
+    problems += [f"{key}: no parameter of this model" for key in sorted(stored - needed)]
+    advice = "check that --hf-config belongs to the model that was trained"
+    raise_problems(str(directory), problems, advice)
+    try:
+        loaded = checkpointing.load(wanted, str(directory))
+    except checkpointing.core.CheckpointingException as error:
+        raise CheckpointError(f"{directory}: {error}; {advice}") from error
     for key, chunk in zip(wanted, chunks, strict=True):
         chunk.load_state_dict(loaded[key])
     return save_hf(chunks, plugin.rules(config), target, dialect=dialect, dtype="keep", config_from=hf_config)
@@ -134,3 +143,12 @@ def _megatron() -> Any:
 def _sharded(chunks: list[Any]) -> dict[str, Any]:
     keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
     return {key: chunk.sharded_state_dict() for key, chunk in zip(keys, chunks, strict=True)}
+
+
+def _tensor_keys(state: dict[str, Any]) -> set[str]:
+    """Keys of the tensors in a sharded state dict as a checkpoint stores them."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    apply_factories(state)
+    return {value.key for value in nested_values(state) if isinstance(value, ShardedTensor)}

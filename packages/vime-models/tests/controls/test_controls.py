@@ -13,6 +13,7 @@ from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.plugin import ModelPlugin, load_plugin
 from vime_convert.reader import CheckpointReader
 from vime_convert.tiny import make_tiny
+from vime_convert.verify.case import run_case
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.controls import common, deepseek_v3
 from vime_models.host import bringup
@@ -83,6 +84,15 @@ def test_equals_transformers(plugin: ModelPlugin, checkpoint: Path, precision: s
     for ours, theirs in zip(states, their_states, strict=True):
         assert ours.shape == theirs.shape
         assert ((ours - theirs).norm() / theirs.norm()) < limit
+
+
+def test_the_verifier_finds_gradients_and_round_trips_equal_too(
+    plugin: ModelPlugin, checkpoint: Path
+) -> None:
+    case = plugin.tiny_cases[0]
+    result = run_case(plugin, checkpoint, name=case.name, seq_len=case.seq_len, precisions=("float64",))
+    assert {check.name.split("[")[0] for check in result.checks} >= {"gradients", "round-trip"}
+    assert result.ok, [check for check in result.checks if not check.ok]
 
 
 @pytest.mark.parametrize(

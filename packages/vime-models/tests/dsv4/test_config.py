@@ -167,6 +167,8 @@ REFUSED = [
     ("moe_router_topk_scaling_factor", None, "--moe-router-topk-scaling-factor", "routed_scaling_factor"),
     ("moe_router_num_groups", 2, "--moe-router-num-groups", "no groups"),
     ("moe_expert_capacity_factor", 1.0, "--moe-expert-capacity-factor", "no token is dropped"),
+    ("moe_input_jitter_eps", 0.1, "--moe-input-jitter-eps", "no noise"),
+    ("moe_router_force_load_balancing", True, "--moe-router-force-load-balancing", "at random"),
     ("moe_enable_routing_replay", True, "--moe-enable-routing-replay", "not supported yet"),
     ("mtp_num_layers", 1, "--mtp-num-layers", "not trained"),
     ("fp32_residual_connection", True, "--fp32-residual-connection", "streams"),

@@ -126,6 +126,8 @@ def build(
         "context_parallel_size": sizes["cp"],
         "sequence_parallel": sizes["tp"] > 1,
     }
+    if dtype is torch.float64 and "moe_router_dtype" in keywords:
+        keywords["moe_router_dtype"] = "fp64"
     config = config_class(**(cpu_overrides(keywords) if device == "cpu" else keywords))
     args = Namespace(
         spec=[__name__, get_control_spec.__name__],

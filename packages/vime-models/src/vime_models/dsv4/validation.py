@@ -112,6 +112,10 @@ def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[R
     yield "--moe-router-num-groups", groups, groups is None, "must not be given: routing has no groups"
     capacity = config.moe_expert_capacity_factor
     yield "--moe-expert-capacity-factor", capacity, capacity is None, "must not be given: no token is dropped"
+    jitter = config.moe_input_jitter_eps
+    yield "--moe-input-jitter-eps", jitter, jitter is None, "must not be given: routing has no noise"
+    forced = config.moe_router_force_load_balancing
+    yield "--moe-router-force-load-balancing", True, not forced, "must not be given: it routes at random"
     yield (
         "--moe-router-fusion",
         True,

@@ -28,6 +28,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [S, H, d_v] and lse [S, H]. A row without a valid slot gives 0 and -inf, and no gradient."""
     kv_SKD = gather(kv_ND, indices_SK, valid_SK)
+    # A dead row would be a softmax over nothing. With scores of zero it averages gathered zeros: output 0, no gradient.
     dead_S11 = ~valid_SK.any(1)[:, None, None]
     scores_SHK = torch.bmm(q_SHD, kv_SKD.mT) * sm_scale
     scores_SHK = scores_SHK.masked_fill(~valid_SK[:, None], float("-inf")).masked_fill(dead_S11, 0.0)
@@ -36,15 +37,14 @@ def attend(
     else:
         sink_SH1 = attn_sink[None, :, None].expand(len(q_SHD), -1, 1)
         p_SHK = torch.cat([scores_SHK, sink_SH1], -1).softmax(-1)[..., :-1]
-    out_SHD = torch.bmm(p_SHK.masked_fill(dead_S11, 0.0), kv_SKD[..., :d_v])
+    out_SHD = torch.bmm(p_SHK, kv_SKD[..., :d_v])
     return out_SHD, scores_SHK.logsumexp(-1).masked_fill(dead_S11[..., 0], float("-inf"))
 
 
 def window_indices(first_S: torch.Tensor, positions_S: torch.Tensor, window: int) -> torch.Tensor:
     """int32 [S, window]: rows positions - window + 1 up to positions, -1 where the sequence had not begun."""
-    rows_SW = positions_S[:, None] - torch.arange(
-        window - 1, -1, -1, device=positions_S.device, dtype=torch.int32
-    )
+    back_W = torch.arange(window - 1, -1, -1, device=positions_S.device, dtype=torch.int32)
+    rows_SW = positions_S[:, None] - back_W
     return rows_SW.masked_fill(rows_SW < first_S[:, None], -1)
 
 
