@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vime_convert.errors import CheckpointError, MissingExtra, raise_problems
+from vime_convert.errors import CheckpointError, ConfigError, MissingExtra, raise_problems
 from vime_convert.megatron.exporter import save_hf
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.output import refuse_existing, staged
@@ -45,6 +45,7 @@ def hf2dist(source: str | Path, target: str | Path, plugin: ModelPlugin, *, devi
         MissingExtra: megatron-core is not installed.
     """
     checkpointing = _megatron()
+    _refuse_many_processes()
     refuse_existing(Path(target))
     reader = CheckpointReader(source)
     config = reader.config()
@@ -88,6 +89,7 @@ def dist2hf(
         MissingExtra: megatron-core is not installed.
     """
     checkpointing = _megatron()
+    _refuse_many_processes()
     refuse_existing(Path(target))
     directory = weights_directory(Path(source))
     config = read_json(Path(hf_config) / "config.json")
@@ -128,6 +130,12 @@ def weights_directory(source: Path) -> Path:
     if not (source / "metadata.json").is_file():
         raise CheckpointError(f"{source}: expected a torch_dist checkpoint (metadata.json), found none")
     return source
+
+
+def _refuse_many_processes() -> None:
+    # Each would stage an output of its own.
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ConfigError("vime_convert.dist: runs in one process; start it without torchrun")
 
 
 def _megatron() -> Any:

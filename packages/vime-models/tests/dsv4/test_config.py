@@ -207,3 +207,8 @@ def test_other_models_are_refused(model_type):
         read_config(FLASH | {"model_type": model_type})
     with pytest.raises(ConfigError, match=model_type):
         launch_flags(FLASH | {"model_type": model_type})
+
+
+def test_a_base_that_no_flag_can_carry_is_refused():
+    with pytest.raises(DSv4OptionError, match=r"--rotary-base is 10000\.5: must be a whole number"):
+        launch_flags(FLASH | {"rope_theta": 10000.5})

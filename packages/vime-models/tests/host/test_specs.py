@@ -10,6 +10,9 @@ from megatron.core.transformer.spec_utils import get_submodules
 
 from vime_models.host.specs import args_and_config, replace_submodules, stage_layer_ids
 
+# Importing megatron.training imports fla where it is installed, which says so on a machine without a GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported on current platform:UserWarning")
+
 
 class _Norm: ...
 

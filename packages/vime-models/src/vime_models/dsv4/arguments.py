@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from vime_convert.dsv4.hf_config import read_config
-from vime_models.dsv4.config import FLAG_OF, IMPLEMENTATIONS, KERNELS, QAT_MODES, YARN_FLAG_OF, DSv4Options
+from vime_models.dsv4.config import (
+    FLAG_OF,
+    IMPLEMENTATIONS,
+    KERNELS,
+    QAT_MODES,
+    YARN_FLAG_OF,
+    DSv4Options,
+    check,
+)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -69,6 +77,7 @@ def launch_flags(cfg: Mapping[str, Any]) -> list[str]:
 
     Raises:
         ConfigError: not a DeepSeek-V4 config, or one that cannot be trained.
+        DSv4OptionError: a value that no flag can carry.
     """
     hf = read_config(cfg)
     options = DSv4Options.from_hf(hf)
@@ -102,7 +111,11 @@ def launch_flags(cfg: Mapping[str, Any]) -> list[str]:
         flag: getattr(options, field) for field, flag in FLAG_OF.items() if field not in chosen_by_user
     }
     # Megatron parses the base as an integer.
-    values["--rotary-base"] = int(options.rope_theta)
+    theta = float(options.rope_theta)
+    check(
+        theta.is_integer(), "--rotary-base", theta, "must be a whole number: Megatron's flag takes no other"
+    )
+    values["--rotary-base"] = int(theta)
     if options.yarn is None:
         values["--dsv4-yarn-factor"] = 1.0
     else:

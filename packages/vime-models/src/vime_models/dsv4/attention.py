@@ -176,8 +176,7 @@ class DSv4Attention(MegatronModule):
         """Compressed entries [M, D] and which of them each query sees, as keywords of `sparse_attention_v4`."""
         if not self.compress_ratio:
             return None, {}
-        entries, _ = self.compressor(x, layout, self.rope)
-        entries = self._shared(entries)
+        entries = self._shared(self.compressor(x, layout, self.rope))
         if self.compress_ratio == 4:
             return entries, {"indices": self.indexer.select(x, q_lora, layout, self.rope)}
         return entries, {"cmp_ranges": layout.visible(self.compress_ratio)}

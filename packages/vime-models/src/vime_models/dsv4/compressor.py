@@ -32,19 +32,14 @@ class Compressor(MegatronModule):
         self.overlap = ratio == 4
         backend = Backend.from_config(config)
         channels = width * (2 if self.overlap else 1)
-        self.wkv, self.wgate = (
-            backend.replicated_linear(
-                config.hidden_size, channels, config=config, init_method=config.init_method, bias=False
-            )
-            for _ in range(2)
-        )
+        given = {"config": config, "init_method": config.init_method, "bias": False}
+        self.wkv = backend.replicated_linear(config.hidden_size, channels, **given)
+        self.wgate = backend.replicated_linear(config.hidden_size, channels, **given)
         self.ape = fp32_parameter(config, ratio, channels, sequence_shard=False)
         self.norm = backend.norm(config=config, hidden_size=width, eps=config.layernorm_epsilon)
 
-    def forward(
-        self, hidden: torch.Tensor, layout: TokenLayout, table: RotaryTable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries [M, width] in the dtype of `hidden`, and int32 [B+1] where each sequence's entries start.
+    def forward(self, hidden: torch.Tensor, layout: TokenLayout, table: RotaryTable) -> torch.Tensor:
+        """Entries [T // ratio, width] of all sequences, in the dtype of `hidden`; unused rows are zero.
 
         Args:
             hidden: [T, h], the normalised input of the attention.
@@ -63,7 +58,7 @@ class Compressor(MegatronModule):
         entries = self.norm(pooled.to(hidden.dtype))
         # An entry stands at the first token of its group.
         positions = local_positions(cu_entries, entries.shape[0]) * self.ratio
-        return rotate(entries, *table.cos_sin(positions, hidden.dtype)), cu_entries
+        return rotate(entries, *table.cos_sin(positions, hidden.dtype))
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Indexer(MegatronModule):
             layout: of the T tokens.
             table: rotation of the layer.
         """
-        keys, _ = self.compressor(hidden, layout, table)
+        keys = self.compressor(hidden, layout, table)
         queries = self.linear_wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
         queries = rotate(queries, *table.cos_sin(layout.positions, hidden.dtype))
         weights = self.linear_weights_proj(hidden)[0]
