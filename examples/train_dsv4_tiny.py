@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+from vime_convert.dsv4.names import rule_table
 from vime_convert.megatron.exporter import save_hf
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.reader import CheckpointReader
 from vime_convert.tiny import make_tiny
-
-from vime_convert.dsv4.names import rule_table
 from vime_models.dsv4 import add_arguments
 from vime_models.dsv4.arguments import launch_flags
 from vime_models.host import training

@@ -6,12 +6,13 @@ import json
 import platform
 import sys
 import tempfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from vime_convert.errors import ConvertError
-from vime_convert.plugin import ModelPlugin, PluginError, load_plugin
+from vime_convert.plugin import ModelPlugin, PluginError, TinyCase, load_plugin
 
 PASS, MISMATCH, ENVIRONMENT = 0, 1, 2
 
@@ -107,19 +108,19 @@ def _verify(plugin: ModelPlugin, arguments: argparse.Namespace) -> int:
                 bar.update(1)
 
             for name, directory, seq_len, covers in cases:
-                results.append(
-                    run_case(
-                        *(plugin, directory()),
-                        **{
-                            "name": name,
-                            "seq_len": seq_len,
-                            "covers": covers,
-                            "checks": checks,
-                            "precisions": dtypes,
-                        },
-                        **{"device": arguments.device, "seed": arguments.seed, "tick": tick},
-                    )
+                result = run_case(
+                    plugin,
+                    directory(),
+                    name=name,
+                    seq_len=seq_len,
+                    covers=covers,
+                    checks=checks,
+                    precisions=dtypes,
+                    device=arguments.device,
+                    seed=arguments.seed,
+                    tick=tick,
                 )
+                results.append(result)
     sys.stdout.write(report.table(results) + "\n")
     if arguments.report:
         about = {
@@ -147,11 +148,12 @@ def _cases(
             )
         layers = arguments.num_layers or config["num_hidden_layers"]
 
-        def prepared() -> Path:
+        def first_layers() -> Path:
             truncate(arguments.hf, scratch / "hf", layers, plugin)
             return scratch / "hf"
 
-        return [(arguments.hf.name, prepared, arguments.seq_len, f"first {layers} layers of {arguments.hf}")]
+        covers = f"first {layers} layers of {arguments.hf}"
+        return [(arguments.hf.name, first_layers, arguments.seq_len, covers)]
     cases = list(plugin.tiny_cases)
     if arguments.case:
         names = [case.name for case in cases]
@@ -161,12 +163,9 @@ def _cases(
         cases = [case for case in cases if case.name in arguments.case]
     if arguments.cases is not None:
         cases = cases[: arguments.cases]
-    made = []
-    for case in cases:
 
-        def prepared(case: Any = case) -> Path:
-            make_tiny(case.config, scratch / case.name, seed=arguments.seed, plugin=plugin)
-            return scratch / case.name
+    def tiny(case: TinyCase) -> Path:
+        make_tiny(case.config, scratch / case.name, seed=arguments.seed, plugin=plugin)
+        return scratch / case.name
 
-        made.append((case.name, prepared, case.seq_len, case.covers))
-    return made
+    return [(case.name, partial(tiny, case), case.seq_len, case.covers) for case in cases]
