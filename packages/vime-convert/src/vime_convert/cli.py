@@ -30,13 +30,22 @@ OK, BAD, UNUSABLE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; the exit status."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="vime-convert: %(message)s")
+    _show_own_warnings()
     try:
         return arguments.run(arguments)
     except CheckpointError as error:
         return _failed(error, BAD, arguments.debug)
     except (ConvertError, PluginError, MissingExtra, OSError) as error:
         return _failed(error, UNUSABLE, arguments.debug)
+
+
+def _show_own_warnings() -> None:
+    # Not basicConfig: that would put this command's name before the warnings of other packages.
+    logger = logging.getLogger("vime_convert")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("vime-convert: %(message)s"))
+        logger.addHandler(handler)
 
 
 def _failed(error: Exception, status: int, debug: bool) -> int:
