@@ -24,7 +24,11 @@ def get_dsv4_spec(args: Any, config: Any = None, vp_stage: int | None = None) ->
     Raises:
         DSv4OptionError: a flag is missing or wrong.
         RuntimeError: `--dsv4-impl megatron` without a host that has it.
+        ModuleNotFoundError: megatron-core is not installed; the message names the extra.
     """
+    from vime_models._compat import check_megatron
+
+    check_megatron()
     from vime_models.dsv4.spec import block_spec
     from vime_models.host.specs import args_and_config
 

@@ -95,7 +95,7 @@ def launch_flags(cfg: Mapping[str, Any]) -> list[str]:
         "--hidden-dropout": 0,
         "--attention-dropout": 0,
         "--num-experts": hf.num_experts,
-        "--moe-layer-freq": f"([1]*{hf.num_layers})",
+        "--moe-layer-freq": 1,
         "--moe-ffn-hidden-size": hf.moe_intermediate_size,
         "--moe-shared-expert-intermediate-size": hf.moe_intermediate_size,
         "--moe-router-topk": hf.experts_per_token,
