@@ -8,10 +8,10 @@ again and compared with the files: names, dtypes, shapes and bytes.
 from pathlib import Path
 
 import torch
+
 from vime_convert.hf2hf import rewrite
 from vime_convert.megatron.exporter import save_hf
 from vime_convert.reader import CheckpointReader
-
 from vime_convert.verify.compare import Check
 from vime_convert.verify.runs import Candidate
 
