@@ -52,8 +52,8 @@ def package_paths() -> str:
 def lint(session: nox.Session) -> None:
     """Style, layering, spelling, headers, file budget; resolution equals constraints.txt."""
     sync(session, "--only-group", "lint")
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", "--no-cache", ".")
+    session.run("ruff", "format", "--no-cache", "--check", ".")
     session.run(
         "codespell", "--toml", "pyproject.toml", "packages", "docs", "tools", "README.md", "CONTRIBUTING.md"
     )
