@@ -85,6 +85,14 @@ def tests(session: nox.Session, package: str) -> None:
     session.run("uv", "pip", "check", "--quiet", "--python", session.virtualenv.location, external=True)
 
 
+@nox.session
+def dist_tests(session: nox.Session) -> None:
+    """Tests that start several gloo processes on the CPU."""
+    sync(session, "--all-packages", "--all-extras", "--group", "test")
+    paths = [f"packages/{member}/tests" for member in ("vime-convert", "vime-models")]
+    session.run("pytest", *paths, "-q", "-m", "dist", *session.posargs, env=pytest_env())
+
+
 def cuda_devices() -> int:
     """Devices that the driver lists; no Python package is needed to ask."""
     if not shutil.which("nvidia-smi"):
