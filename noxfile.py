@@ -151,7 +151,8 @@ def release_check(session: nox.Session) -> None:
     if not list((ROOT / "dist").glob("*.whl")):
         build(session)
     sync(session, "--only-group", "release")
-    session.run("twine", "check", "--strict", *map(str, sorted((ROOT / "dist").iterdir())))
+    archives = [path for kind in ("*.whl", "*.tar.gz") for path in sorted((ROOT / "dist").glob(kind))]
+    session.run("twine", "check", "--strict", *map(str, archives))
     session.run("python", "tools/check_wheels.py", "dist")
     elsewhere = Path(session.create_tmp()).resolve()
     venv = elsewhere / "venv"

@@ -13,4 +13,4 @@ def test_tiny_training_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok    ") == 3
-    assert (tmp_path / "out" / "hf" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "out" / "hf" / "model.safetensors").exists()

@@ -45,7 +45,8 @@ def test_round_trip(model_type: str, module: str, tmp_path: Path) -> None:
         "dist2hf of another model": 1,
     }, run.stderr[-3000:]
     assert "expected a path that does not exist yet" in run.stderr
-    assert "not in the checkpoint" in run.stderr
+    # Megatron stacks equal layers into one tensor, and names them singly where layers differ.
+    assert {"qwen3": "expected [4, ", "deepseek_v3": "not in the checkpoint"}[model_type] in run.stderr
     assert result["bitwise"] == [True, True]
     assert result["tracker"] == "release"
     assert result["left"] == ["back", "dist", "hf", "iter", "other", "trained"]

@@ -209,8 +209,12 @@ def detect(dialects: Iterable[Dialect], names: Iterable[str], where: str) -> Dia
     Raises:
         CheckpointError: no dialect fits at all, or names of two dialects are mixed; the message has one of each.
     """
-    known = {dialect.name: [name for name in names if dialect.knows(name)] for dialect in dialects}
-    order = {dialect.name: dialect for dialect in dialects}
+    names = list(names)
+    order, known = {dialect.name: dialect for dialect in dialects}, {}
+    for dialect in order.values():
+        known[dialect.name] = [name for name in names if dialect.knows(name)]
+        if names and len(known[dialect.name]) == len(names):
+            return dialect
     best = max(known, key=lambda dialect: len(known[dialect]))
     if not known[best]:
         raise CheckpointError(

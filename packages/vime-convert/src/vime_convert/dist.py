@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from vime_convert.errors import CheckpointError, ConfigError, MissingExtra, raise_problems
 from vime_convert.megatron.exporter import save_hf
@@ -96,20 +97,13 @@ def dist2hf(
     plugin.setup(device)
     chunks = plugin.build(config, dtype=torch.bfloat16, device=device)
     wanted = _sharded(chunks)
-    stored = {
-        key
-        for key in checkpointing.load_tensors_metadata(str(directory))
-        if not key.startswith(_TRAINER_KEYS)
-    }
-    needed = _tensor_keys(_sharded(chunks))
-    problems = [f"{key}: not in the checkpoint" for key in sorted(needed - stored)]
-    problems += [f"{key}: no parameter of this model" for key in sorted(stored - needed)]
+    stored = checkpointing.load_tensors_metadata(str(directory))
     advice = "check that --hf-config belongs to the model that was trained"
-    raise_problems(str(directory), problems, advice)
+    raise_problems(str(directory), _differences(_tensors(_sharded(chunks)), stored), advice)
     try:
         loaded = checkpointing.load(wanted, str(directory))
-    except checkpointing.core.CheckpointingException as error:
-        raise CheckpointError(f"{directory}: {error}; {advice}") from error
+    except (checkpointing.core.CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"{directory}: {error}; copy the checkpoint again") from error
     for key, chunk in zip(wanted, chunks, strict=True):
         chunk.load_state_dict(loaded[key])
     return save_hf(chunks, plugin.rules(config), target, dialect=dialect, dtype="keep", config_from=hf_config)
@@ -153,10 +147,22 @@ def _sharded(chunks: list[Any]) -> dict[str, Any]:
     return {key: chunk.sharded_state_dict() for key, chunk in zip(keys, chunks, strict=True)}
 
 
-def _tensor_keys(state: dict[str, Any]) -> set[str]:
-    """Keys of the tensors in a sharded state dict as a checkpoint stores them."""
+def _tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """The sharded tensors of a state dict by the keys under which a checkpoint stores them."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     apply_factories(state)
-    return {value.key for value in nested_values(state) if isinstance(value, ShardedTensor)}
+    return {value.key: value for value in nested_values(state) if isinstance(value, ShardedTensor)}
+
+
+def _differences(needed: dict[str, Any], stored: dict[str, Any]) -> list[str]:
+    problems = [f"{key}: not in the checkpoint" for key in sorted(needed.keys() - stored.keys())]
+    extra = sorted(key for key in stored.keys() - needed.keys() if not key.startswith(_TRAINER_KEYS))
+    problems += [f"{key}: no parameter of this model" for key in extra]
+    for key in sorted(needed.keys() & stored.keys()):
+        ours, theirs = needed[key], stored[key]
+        # Megatron marks what it may pad differently: vocabulary rows.
+        if not ours.allow_shape_mismatch and tuple(ours.global_shape) != tuple(theirs.global_shape):
+            problems.append(f"{key}: expected {list(ours.global_shape)}, got {list(theirs.global_shape)}")
+    return problems
