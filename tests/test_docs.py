@@ -40,7 +40,9 @@ def test_every_fence_names_its_language() -> None:
         fences = [line for line in page.read_text().splitlines() if line.startswith("```")]
         assert len(fences) % 2 == 0, f"{page}: a code block is not closed"
         for opening in fences[::2]:
-            assert opening[3:] in ("bash", "python", "text", "ini"), f"{page}: {opening!r} is not bash, python or text"
+            assert opening[3:] in ("bash", "python", "text", "ini"), (
+                f"{page}: {opening!r} is not bash, python or text"
+            )
 
 
 def test_commands_that_run_elsewhere_are_in_ci() -> None:
