@@ -2,9 +2,9 @@
 """`vime-convert verify`: prove that Megatron and transformers are the same function on a checkpoint."""
 
 import argparse
-import json
 import logging
 import platform
+import shutil
 import sys
 import tempfile
 import warnings
@@ -149,10 +149,12 @@ def _cases(
     plugin: ModelPlugin, arguments: argparse.Namespace, scratch: Path
 ) -> list[tuple[str, Any, int, str]]:
     """(name, maker of the checkpoint directory, sequence length, what it covers) for every case to run."""
+    from vime_convert.hf2hf import rewrite
+    from vime_convert.reader import read_json
     from vime_convert.tiny import make_tiny, truncate
 
     if arguments.hf:
-        config = json.loads((arguments.hf / "config.json").read_text())
+        config = read_json(arguments.hf / "config.json")
         if config.get("model_type") != plugin.model_type:
             raise ConvertError(
                 f"{arguments.hf}: model_type {config.get('model_type')!r}, expected {plugin.model_type!r}"
@@ -160,7 +162,11 @@ def _cases(
         layers = arguments.num_layers or config["num_hidden_layers"]
 
         def first_layers() -> Path:
-            truncate(arguments.hf, scratch / "hf", layers, plugin)
+            """The layers as transformers reads them on any device: plain weights under release names."""
+            truncate(arguments.hf, scratch / "stored", layers, plugin)
+            table = plugin.rules(read_json(scratch / "stored" / "config.json"))
+            rewrite(scratch / "stored", scratch / "hf", table, table.dialects[0].name, dequantise=True)
+            shutil.rmtree(scratch / "stored")
             return scratch / "hf"
 
         covers = f"first {layers} layers of {arguments.hf}"
