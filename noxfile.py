@@ -27,7 +27,7 @@ nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["lint", "typecheck", "tests", "build", "release_check"]
+nox.options.sessions = ["lint", "typecheck", "tests", "release_check"]
 
 
 def sync(session: nox.Session, *args: str) -> None:
@@ -39,7 +39,7 @@ def sync(session: nox.Session, *args: str) -> None:
 
 
 def pytest_env() -> dict[str, str]:
-    """One thread a process: the tests are small, and oversubscription makes two cores crawl."""
+    """Few threads a process: the tests are small, and oversubscription makes two cores crawl."""
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -148,8 +148,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def release_check(session: nox.Session) -> None:
     """The built wheels install as users install them, and verify a model away from this tree."""
-    if not list((ROOT / "dist").glob("*.whl")):
-        build(session)
+    build(session)
     sync(session, "--only-group", "release")
     archives = [path for kind in ("*.whl", "*.tar.gz") for path in sorted((ROOT / "dist").glob(kind))]
     session.run("twine", "check", "--strict", *map(str, archives))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a tiny DeepSeek-V4 on this repository's own documentation, on a CPU, in about a minute.
+"""Train a tiny DeepSeek-V4 on this repository's own documentation, on a CPU, in a few minutes.
 
 The whole life of a model: a Hugging Face checkpoint gives the launch flags and the weights, Megatron's own parser
 reads the flags, the layers come from `--spec vime_models.dsv4 get_dsv4_spec`, training is interrupted and resumed
@@ -11,25 +11,28 @@ Each stage is checked, and the exit status is 1 if any check fails.
 
 import argparse
 import copy
+import os
 import sys
 import tempfile
 from collections import Counter
 from math import log
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CPU run; GPUs must be hidden before anything looks for them
 
-from vime_convert.dsv4.names import rule_table
-from vime_convert.megatron.exporter import save_hf
-from vime_convert.megatron.loader import load_checkpoint
-from vime_convert.reader import CheckpointReader
-from vime_convert.tiny import make_tiny
-from vime_models.dsv4 import add_arguments
-from vime_models.dsv4.arguments import launch_flags
-from vime_models.host import training
-from vime_models.host.bringup import init_world
-from vime_models.host.provider import make_provider
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from vime_convert.dsv4.names import rule_table  # noqa: E402
+from vime_convert.megatron.exporter import save_hf  # noqa: E402
+from vime_convert.megatron.loader import load_checkpoint  # noqa: E402
+from vime_convert.reader import CheckpointReader  # noqa: E402
+from vime_convert.tiny import make_tiny  # noqa: E402
+from vime_models.dsv4 import add_arguments  # noqa: E402
+from vime_models.dsv4.arguments import launch_flags  # noqa: E402
+from vime_models.host import training  # noqa: E402
+from vime_models.host.bringup import init_world  # noqa: E402
+from vime_models.host.provider import make_provider  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,6 +8,7 @@ packages, no place to write).
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -30,6 +31,10 @@ OK, BAD, UNUSABLE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; the exit status."""
     arguments = _parser().parse_args(argv)
+    if getattr(arguments, "device", "cuda") == "cpu":
+        # Megatron asks torch.cuda in many places. On a machine with GPUs a CPU run works only if they are hidden
+        # before anything has looked for them.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _show_own_warnings()
     try:
         return arguments.run(arguments)

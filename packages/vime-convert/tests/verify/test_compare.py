@@ -52,13 +52,15 @@ def test_the_first_differing_layer_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
-def test_nan_and_inf_never_pass(value: float) -> None:
+@pytest.mark.parametrize("layer, grad", [(0, "a"), (2, "b")], ids=["first", "last"])
+def test_nan_and_inf_never_pass(value: float, layer: int, grad: str) -> None:
     ours = trace()
     ours.logits[0, 0, 0] = value
-    ours.states[0][0, 0, 0, 0] = value
-    ours.grads["a"][0, 0] = value
+    ours.states[layer][0, 0, 0, 0] = value
+    ours.grads[grad].view(-1)[0] = value
     checks, _ = compare_forward(ours, trace(), STRICT)
     assert [check.ok for check in checks] == [False, False]
+    assert checks[0].detail == f"first layer that differs: {layer}"
     assert not compare_gradients(ours, trace(), STRICT)[0].ok
 
 

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plugin = load_plugin(arguments.model_type, arguments.plugin)
         plugin.setup(arguments.device)
-    except (PluginError, ImportError) as error:
+    except (PluginError, ImportError, RuntimeError) as error:  # RuntimeError: the device cannot be used
         sys.stderr.write(f"{error}\n")
         return ENVIRONMENT
     try:
@@ -103,6 +103,12 @@ def _verify(plugin: ModelPlugin, arguments: argparse.Namespace) -> int:
     from vime_convert.verify.case import CHECKS, run_case
     from vime_convert.verify.precision import PRECISIONS
 
+    if arguments.seq_len < 2:
+        raise ConvertError(f"--seq-len: expected at least 2 tokens, got {arguments.seq_len}")
+    if arguments.num_layers is not None and not arguments.hf:
+        raise ConvertError("--num-layers: cuts a checkpoint, so it needs --hf DIR")
+    if arguments.cases is not None and arguments.cases < 1:
+        raise ConvertError(f"--cases: expected at least 1, got {arguments.cases}")
     checks = _choice(arguments.checks, CHECKS, "--checks")
     default = "float32" if arguments.hf else "float64,float32"
     dtypes = _choice(arguments.dtype or default, tuple(PRECISIONS), "--dtype")
@@ -159,7 +165,7 @@ def _cases(
             raise ConvertError(
                 f"{arguments.hf}: model_type {config.get('model_type')!r}, expected {plugin.model_type!r}"
             )
-        layers = arguments.num_layers or config["num_hidden_layers"]
+        layers = config["num_hidden_layers"] if arguments.num_layers is None else arguments.num_layers
 
         def first_layers() -> Path:
             """The layers as transformers reads them on any device: plain weights under release names."""

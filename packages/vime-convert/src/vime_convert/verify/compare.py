@@ -5,6 +5,7 @@
 norm of all tensors together, so that a gradient that vanishes analytically is not divided by its own rounding.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,13 +22,11 @@ class Trace:
         logits: [batch, sequence, vocabulary].
         states: per decoder layer, what leaves it: [b, s, h], or [b, s, n, h] with residual streams.
         grads: gradient of each trainable tensor under its release name.
-        frozen: release names that receive no gradient.
     """
 
     logits: torch.Tensor
     states: list[torch.Tensor]
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,14 @@ class LayerError:
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of the reference (at least `floor`); inf for a shape mismatch."""
+    """Norm of the difference over the norm of the reference (at least `floor`); inf for a shape mismatch or any NaN."""
     if ours.shape != reference.shape:
         return float("inf")
     ours, reference = ours.detach().double(), reference.detach().double()
     denominator = max(reference.norm().item(), floor)
     difference = (ours - reference).norm().item()
+    if not math.isfinite(difference) or not math.isfinite(denominator):
+        return float("inf")  # as a number that compares: NaN would vanish in a maximum
     return difference / denominator if denominator else (0.0 if difference == 0 else float("inf"))
 
 

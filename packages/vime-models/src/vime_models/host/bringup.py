@@ -47,6 +47,8 @@ def init_world(
         ValueError: the sizes do not divide the number of processes.
     """
     check_megatron()
+    if device == "cpu" and not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in time only if nothing has looked for devices yet
     if device == "cpu" and not cpu.install():
         raise RuntimeError(
             "vime_models.host.bringup: device='cpu' on a machine with CUDA; "
