@@ -20,19 +20,19 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CPU run; GPUs must be hidden before anything looks for them
 
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+from tqdm import tqdm
 
-from vime_convert.dsv4.names import rule_table  # noqa: E402
-from vime_convert.megatron.exporter import save_hf  # noqa: E402
-from vime_convert.megatron.loader import load_checkpoint  # noqa: E402
-from vime_convert.reader import CheckpointReader  # noqa: E402
-from vime_convert.tiny import make_tiny  # noqa: E402
-from vime_models.dsv4 import add_arguments  # noqa: E402
-from vime_models.dsv4.arguments import launch_flags  # noqa: E402
-from vime_models.host import training  # noqa: E402
-from vime_models.host.bringup import init_world  # noqa: E402
-from vime_models.host.provider import make_provider  # noqa: E402
+from vime_convert.dsv4.names import rule_table
+from vime_convert.megatron.exporter import save_hf
+from vime_convert.megatron.loader import load_checkpoint
+from vime_convert.reader import CheckpointReader
+from vime_convert.tiny import make_tiny
+from vime_models.dsv4 import add_arguments
+from vime_models.dsv4.arguments import launch_flags
+from vime_models.host import training
+from vime_models.host.bringup import init_world
+from vime_models.host.provider import make_provider
 
 ROOT = Path(__file__).resolve().parent.parent
 
