@@ -102,10 +102,7 @@ def batch(tokens: torch.Tensor, step: int, size: int, length: int) -> tuple[torc
 
 
 def fresh(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Initial value of one released tensor: what pre-training would start from."""
-    if name.endswith("tid2eid"):  # distinct experts for every token
-        scores = torch.rand(shape[0], CONFIG["n_routed_experts"], generator=generator)
-        return scores.topk(shape[1]).indices
+    """Initial value of one floating tensor: what pre-training would start from."""
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith(("_base", "_scale", ".bias", "attn_sink", ".ape")):

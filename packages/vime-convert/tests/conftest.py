@@ -109,9 +109,7 @@ CONFIGS = {cfg["model_type"]: cfg for cfg in (DSV4, QWEN3, DEEPSEEK_V3)}
 
 
 def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Norms around 1, expert ids as integers, everything else normal."""
-    if name.endswith("tid2eid"):
-        return torch.stack([torch.randperm(4, generator=generator)[: shape[1]] for _ in range(shape[0])])
+    """Norms around 1, everything else normal."""
     values = torch.randn(shape, generator=generator)
     return 1 + 0.1 * values if name.endswith("norm.weight") else values
 

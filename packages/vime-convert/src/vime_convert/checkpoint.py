@@ -7,6 +7,7 @@ is refused before the first parameter changes.
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,8 +44,10 @@ class Checkpoint:
         first_layers: accept a checkpoint with more decoder layers than the table; the others are not seen.
 
     Raises:
-        CheckpointError: mixed dialects; tensors that are missing, unexpected, misshaped or of a wrong dtype; NaN or
-            infinity in a norm weight.
+        CheckpointError: mixed dialects; tensors that are missing, unexpected, misshaped or of a wrong dtype; block
+            scales that are missing or do not fit; NaN or infinity in a norm weight; expert ids that name no expert or
+            one expert twice for a token. Of block scales only those that are read are checked for NaN: reading all
+            would take as long as a conversion.
     """
 
     def __init__(self, reader: CheckpointReader, table: RuleTable, *, first_layers: bool = False) -> None:
@@ -58,10 +61,11 @@ class Checkpoint:
         self._stored = set(names)
         self.extras = self._find_extras()
         problems = [problem for name in self._expected if (problem := self._judge(name))]
+        problems += [problem for name in self.extras if (problem := self._judge_scales(name, name))]
         problems += self._unexplained()
         raise_problems(
             f"{where} ({self.dialect.name} names)",
-            problems or self._bad_norms(),
+            problems or [*self._bad_norms(), *self._bad_expert_ids()],
             "check that config.json belongs to these files, and convert or download them again",
         )
 
@@ -90,7 +94,7 @@ class Checkpoint:
             )
         tensor = self.reader.get_raw(slot.stored)
         if self._is_quantised(slot, self.reader.raw_info(slot.stored)):
-            return dequantise(tensor, self.reader.get_raw(self._scale(slot)))
+            return dequantise(tensor, self._finite_scale(slot))
         return tensor
 
     @cached_property
@@ -109,7 +113,7 @@ class Checkpoint:
 
     def get_scale(self, name: str) -> torch.Tensor | None:
         """The block scales of a release tensor as stored; None when it has none."""
-        return self.reader.get_raw(self._scale(self._slot(name))) if self.info(name).quantised else None
+        return self._finite_scale(self._slot(name)) if self.info(name).quantised else None
 
     def nbytes(self, name: str, *, quantised: bool) -> int:
         """Size of a release tensor as `get_raw` (with its scales) or as `get_plain` returns it."""
@@ -140,6 +144,17 @@ class Checkpoint:
     def _scale(self, slot: Slot) -> str:
         return self.dialect.scale_of(slot.stored) or ""
 
+    def _finite_scale(self, slot: Slot) -> torch.Tensor:
+        name = self._scale(slot)
+        scale = self.reader.get_raw(name)
+        # Plain bytes hold e8m0 exponents, of which the largest means NaN.
+        exponents = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+        if not exponents.float().isfinite().all():
+            raise CheckpointError(
+                f"{self.reader.directory}: {name}: holds NaN or infinity; download the checkpoint again"
+            )
+        return scale
+
     def _find_extras(self) -> list[str]:
         found = (self.dialect.release_name(name) for name in self._stored)
         scales = {scale for name in self._stored if (scale := self.dialect.scale_of(name))}
@@ -159,15 +174,24 @@ class Checkpoint:
         if slot.expert is not None:
             return self._judge_fused(label, slot, raw, spec)
         quantised = self._is_quantised(slot, raw)
-        if quantised:
-            scales = self.reader.raw_info(self._scale(slot))
-            blocks = block_sizes(raw.shape, raw.dtype, scales.shape, scales.dtype)
-            if isinstance(blocks, str):
-                return f"{label}: {blocks}"
+        if quantised and (problem := self._judge_scales(label, name)):
+            return problem
         shape = logical_shape(raw.shape, raw.dtype) if quantised else raw.shape
         if shape != spec.shape:
             return f"{label}: expected shape {list(spec.shape)}, got {list(shape)}"
         return None if quantised and spec.dtype.is_floating_point else _judge_dtype(label, raw.dtype, spec)
+
+    def _judge_scales(self, label: str, name: str) -> str | None:
+        """What is wrong with the block scales of a tensor that needs them, or None."""
+        slot = self._slot(name)
+        raw = self.reader.raw_info(slot.stored)
+        if not is_quantised(raw.dtype):
+            return None
+        if self._scale(slot) not in self._stored:
+            return f"{label}: stored as {raw.dtype}, but its block scales are missing"
+        scales = self.reader.raw_info(self._scale(slot))
+        blocks = block_sizes(raw.shape, raw.dtype, scales.shape, scales.dtype)
+        return f"{label}: {blocks}" if isinstance(blocks, str) else None
 
     def _judge_fused(self, label: str, slot: Slot, raw: RawInfo, spec: TensorSpec) -> str | None:
         expected = (self._members[slot.stored] // slot.parts, spec.shape[0] * slot.parts, *spec.shape[1:])
@@ -188,6 +212,21 @@ class Checkpoint:
     def _bad_norms(self) -> list[str]:
         norms = [name for name in self._expected if name.endswith("norm.weight")]
         return [f"{name}: holds NaN or infinity" for name in norms if not self.get(name).isfinite().all()]
+
+    def _bad_expert_ids(self) -> Iterator[str]:
+        for name, spec in self._expected.items():
+            if spec.dtype.is_floating_point:
+                continue
+            ids, last = self.get(name), self.table.num_experts - 1
+            outside = ((ids < 0) | (ids > last)).nonzero().tolist()
+            ordered = ids.sort(dim=-1).values
+            twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero().tolist()
+            if outside:
+                row, pick = outside[0]
+                yield f"{name}: row {row} names expert {ids[row, pick]}, expected 0 to {last}"
+            elif twice:
+                row, pick = twice[0]
+                yield f"{name}: row {row} names expert {ordered[row, pick]} twice, expected distinct experts"
 
 
 def _judge_dtype(label: str, dtype: torch.dtype, spec: TensorSpec) -> str | None:

@@ -2,15 +2,18 @@
 """The `vime-convert` command.
 
 Exit status: 0 done, 1 a bad checkpoint or a difference, 2 the command could not run as asked (arguments, missing
-packages, no place to write).
+packages, no place to write, or a fault of this program), 130 or 143 stopped by SIGINT or SIGTERM.
 """
 
 import argparse
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from vime_convert.registry import TABLES, table_for
 from vime_convert.writer import SHARD_BYTES
 
 OK, BAD, UNUSABLE = 0, 1, 2
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,11 +41,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _show_own_warnings()
     try:
-        return arguments.run(arguments)
+        with _unwinding_on_sigterm():
+            return arguments.run(arguments)
     except CheckpointError as error:
         return _failed(error, BAD, arguments.debug)
     except (ConvertError, PluginError, MissingExtra, OSError) as error:
         return _failed(error, UNUSABLE, arguments.debug)
+    except KeyboardInterrupt:
+        sys.stderr.write("vime-convert: interrupted\n")
+        return INTERRUPTED
+    except Exception as error:
+        # The outermost boundary: Python would exit with 1, which here means a bad checkpoint.
+        text = f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"
+        return _failed(error, UNUSABLE, arguments.debug, text)
+
+
+@contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """Lets SIGTERM unwind the stack as Ctrl-C does, so that unfinished output is removed."""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show_own_warnings() -> None:
@@ -53,10 +82,10 @@ def _show_own_warnings() -> None:
         logger.addHandler(handler)
 
 
-def _failed(error: Exception, status: int, debug: bool) -> int:
+def _failed(error: Exception, status: int, debug: bool, text: str = "") -> int:
     if debug:
         raise error
-    sys.stderr.write(f"vime-convert: {error}\n")
+    sys.stderr.write(f"vime-convert: {text or error}\n")
     return status
 
 
@@ -168,6 +197,9 @@ def _hf2hf(arguments: argparse.Namespace) -> int:
 
 def _add_hf2dist(verbs: Any) -> None:
     parser = _verb(verbs, "hf2dist", _hf2dist, "write a Megatron torch_dist checkpoint", "source", "target")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="of the parameters; the default is the config's"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
 
 
@@ -175,9 +207,9 @@ def _hf2dist(arguments: argparse.Namespace) -> int:
     from vime_convert.dist import hf2dist
 
     plugin = load_plugin(_model_type(arguments.source), arguments.plugin)
-    return _wrote(
-        hf2dist(arguments.source, arguments.target, plugin, device=arguments.device), arguments.target
-    )
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    count = hf2dist(arguments.source, arguments.target, plugin, dtype=dtype, device=arguments.device)
+    return _wrote(count, arguments.target)
 
 
 def _add_dist2hf(verbs: Any) -> None:

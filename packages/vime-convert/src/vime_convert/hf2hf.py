@@ -14,6 +14,7 @@ import torch
 from vime_convert.checkpoint import Checkpoint
 from vime_convert.dialects import Dialect
 from vime_convert.errors import CheckpointError, OutputError
+from vime_convert.output import refuse_existing
 from vime_convert.progress import progress
 from vime_convert.reader import CheckpointReader
 from vime_convert.rules import RuleTable
@@ -49,6 +50,7 @@ def rewrite(
         OutputError: the dialect is read only, the target exists, or the disk is too small.
     """
     to = writable(table, dialect)
+    refuse_existing(Path(target))
     reader = CheckpointReader(source)
     checkpoint = Checkpoint(reader, table)
     if checkpoint.quantised and to.scale_suffix is None and not dequantise:

@@ -27,7 +27,8 @@ def staged(target: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
         need_bytes: refuse at once if the file system has less room than this.
 
     Raises:
-        OutputError: the target exists, another process writes it, or there is too little space.
+        OutputError: the target exists, nothing can be written there, another process writes it, or there is too
+            little space.
     """
     target = Path(target).absolute()
     refuse_existing(target)
@@ -56,10 +57,22 @@ def staged(target: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises `OutputError` if something is at `target`; an empty directory is allowed."""
+    """Raises `OutputError` if something is at `target` or nothing can be; an empty directory is allowed."""
+    if target.is_symlink():
+        # The rename at the end would have to replace the link, and the directory behind it would stay empty.
+        raise OutputError(
+            f"{target}: expected a path that is no symbolic link; pass {target.readlink()} itself"
+        )
+    place = next(path for path in target.absolute().parents if path.exists())
+    if not place.is_dir():
+        raise OutputError(f"{target}: {place} is not a directory; choose another path")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"{target}: {place} cannot be written to; choose another path or change its permissions"
+        )
     if target.is_dir() and not any(target.iterdir()):
         return
-    if target.exists() or target.is_symlink():
+    if target.exists():
         raise OutputError(
             f"{target}: expected a path that does not exist yet; choose another or remove it first"
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vime_convert.refused import refuse_known
 from vime_convert.rules import RuleTable
 
 GROUP = "vime_convert.models"
@@ -59,8 +60,9 @@ class ModelPlugin:
             layer, with `state` reshaped to what transformers returns ([b, s, h], or [b, s, n, h] for models
             with residual streams). Returns the removable handles.
         tiny_cases: the seeded random models of `verify --tiny`.
-        init_tiny: `init_tiny(hf_name, shape, generator) -> tensor` in float32 (or int64): the value of one
-            tensor (release name) of a tiny checkpoint, so that norms, sinks and biases are never trivial.
+        init_tiny: `init_tiny(hf_name, shape, generator) -> tensor` in float32: the value of one floating tensor
+            (release name) of a tiny checkpoint, so that norms, sinks and biases are never trivial. Tables of expert
+            ids are made by `vime_convert.tiny`, which knows the number of experts.
     """
 
     model_type: str
@@ -86,11 +88,13 @@ def load_plugin(model_type: str, reference: str | None = None) -> ModelPlugin:
         reference: optional "MODULE:ATTRIBUTE" that bypasses the entry points.
 
     Raises:
+        ConfigError: the model type is refused on purpose.
         PluginError: nothing announces the type, or its package lacks an extra; the message names what to install.
     """
     if reference is None:
         known = installed()
         if model_type not in known:
+            refuse_known(model_type)
             raise PluginError(
                 f"vime_convert: no installed package announces model type {model_type!r} "
                 f"(installed: {', '.join(sorted(known)) or 'none'}); "

@@ -108,6 +108,11 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{path}: expected an object 'weight_map' with entries; download the file again"
             )
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise CheckpointError(
+                    f"{path}: expected weight_map[{name!r}] to be a file name, got {file!r}; download the file again"
+                )
         return weight_map
 
     def _open(self, file: str) -> list[str]:

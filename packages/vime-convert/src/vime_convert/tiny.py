@@ -12,7 +12,7 @@ from vime_convert.checkpoint import Checkpoint
 from vime_convert.errors import CheckpointError, ConfigError
 from vime_convert.hf2hf import config_for, stored_items, writable
 from vime_convert.reader import CheckpointReader
-from vime_convert.rules import RuleTable
+from vime_convert.rules import RuleTable, TensorSpec
 from vime_convert.writer import write_checkpoint
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def make_tiny(
         seed: of all tensors.
         plugin: the model; gives `table` and `init` where these are left out.
         table: the model's rules.
-        init: `init(release_name, shape, generator)`; the value of one tensor, rounded here to the stored dtype.
+        init: `init(release_name, shape, generator)`; the value of one floating tensor, rounded here to the stored
+            dtype. Integer tables are not asked for: their rows are distinct experts in random order.
         dialect: in which to write.
         dtype: floating dtype of all tensors instead of the one that the release stores.
 
@@ -58,14 +59,22 @@ def make_tiny(
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in expected.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
+            if not spec.dtype.is_floating_point:
+                yield name, _expert_ids(spec, table.num_experts, generator)
+                continue
             value = init(name, spec.shape, generator)
             if tuple(value.shape) != spec.shape:
                 raise ConfigError(f"init of {name}: expected shape {spec.shape}, got {tuple(value.shape)}")
-            yield name, value.to(dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
+            yield name, value.to(dtype or spec.dtype)
 
     size = sum(spec.nbytes for spec in expected.values())
     stored = to.from_release(values(), table.num_experts)
     return write_checkpoint(target, stored, config_for(config, to, quantised=False), total_bytes=size)
+
+
+def _expert_ids(spec: TensorSpec, num_experts: int, generator: torch.Generator) -> torch.Tensor:
+    order = torch.rand(spec.shape[0], num_experts, generator=generator).argsort(-1)
+    return order[:, : spec.shape[1]].to(spec.dtype)
 
 
 def truncate(source: str | Path, target: str | Path, num_layers: int, plugin: "ModelPlugin") -> int:

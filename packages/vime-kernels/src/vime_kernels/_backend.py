@@ -2,43 +2,51 @@
 """Which implementation of an operation runs, decided in one place.
 
 Order of precedence: the `backend=` argument of the call, then `set_backend` or `use_backend`, then the environment
-variable `VIME_KERNELS_BACKEND_<OP>`, then `VIME_KERNELS_BACKEND`, then "auto". "auto" takes the fastest implementation
-that this release has; a name given explicitly is used or refused, never replaced.
+variable `VIME_KERNELS_BACKEND_<OP>`, then `VIME_KERNELS_BACKEND`, then "auto". "auto" takes Triton when the tensors are
+on a CUDA device of capability 9.0 or later and the kernel supports the call, else torch; a name given explicitly is
+used or refused, never replaced.
 """
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+
+import torch
 
 NAMES = ("auto", "triton", "torch")
+MIN_CAPABILITY = (9, 0)
 
 # Fastest first. An operation without a Triton kernel is listed with its torch reference alone.
 IMPLEMENTED: dict[str, tuple[str, ...]] = {
-    "indexer_logits": ("torch",),
-    "indexer_scores": ("torch",),
+    "indexer_logits": ("triton", "torch"),
+    "indexer_scores": ("triton", "torch"),
     "indexer_kl_target": ("torch",),
     "indexer_kl_loss": ("torch",),
-    "topk": ("torch",),
-    "gated_pool": ("torch",),
+    "topk": ("triton", "torch"),
+    "gated_pool": ("triton", "torch"),
     "kpool_select": ("torch",),
-    "sparse_attention": ("torch",),
-    "sparse_attention_v4": ("torch",),
+    "sparse_attention": ("triton", "torch"),
+    "sparse_attention_v4": ("triton", "torch"),
     "act_quant": ("torch",),
     "fake_quant_fp8": ("torch",),
     "fake_quant_fp4": ("torch",),
     "hadamard": ("torch",),
-    "mhc_mixes": ("torch",),
+    "mhc_mixes": ("triton", "torch"),
     "sinkhorn": ("torch",),
-    "mhc_pre": ("torch",),
-    "mhc_post": ("torch",),
-    "mhc_head": ("torch",),
+    "mhc_pre": ("triton", "torch"),
+    "mhc_post": ("triton", "torch"),
+    "mhc_head": ("triton", "torch"),
 }
 
 _chosen: str | None = None
+_warned: set[tuple[str, str]] = set()
 
 
 class BackendError(RuntimeError):
-    """The requested backend is unknown, or has no implementation of the operation."""
+    """The requested backend is unknown, or cannot run the operation."""
 
 
 def set_backend(name: str | None) -> None:
@@ -64,26 +72,53 @@ def use_backend(name: str | None) -> Iterator[None]:
         set_backend(before)
 
 
-def resolve(op: str, backend: str | None = None) -> str:
+def resolve(
+    op: str,
+    backend: str | None = None,
+    tensors: Iterable[torch.Tensor | None] = (),
+    unsupported: str | None = None,
+) -> str:
     """The implementation of `op` to run: "torch" or "triton".
 
     Args:
         op: a key of `IMPLEMENTED`.
         backend: the `backend=` argument of the call, None when it was not given.
+        tensors: the tensors of the call; without any, "auto" means torch.
+        unsupported: why the Triton kernel cannot do this call, in words that fit after "it does not support"; None when
+            it can.
 
     Raises:
-        BackendError: an unknown name, or an explicit one that has no implementation of `op`.
+        BackendError: an unknown name, or an explicit one that cannot run this call.
     """
     name, source = _requested(op, backend)
-    if name == "auto":
-        return IMPLEMENTED[op][0]
-    if name not in IMPLEMENTED[op]:
+    if name == "torch":
+        return "torch"
+    if "triton" not in IMPLEMENTED[op]:
+        if name == "auto":
+            return "torch"
         raise BackendError(
-            f"vime_kernels.{op}: backend {name!r} was requested by {source}, but this release has no "
-            f"{name.capitalize()} backend for it (available: {', '.join(IMPLEMENTED[op])}); "
-            "use 'torch' or 'auto'"
+            f"vime_kernels.{op}: backend 'triton' was requested by {source}, but this release has no Triton backend "
+            f"for it (available: {', '.join(IMPLEMENTED[op])}); use 'torch' or 'auto'"
         )
-    return name
+    given = [t for t in tensors if t is not None]
+    on_cuda = bool(given) and all(t.is_cuda for t in given)
+    if name == "auto" and not on_cuda:
+        return "torch"
+    reason = _machine_reason(given[0].device if on_cuda else None) or (
+        f"it does not support {unsupported}" if unsupported else None
+    )
+    if reason is None:
+        return "triton"
+    if name == "triton":
+        raise BackendError(
+            f"vime_kernels.{op}: backend 'triton' was requested by {source}, but {reason}; use 'torch' or 'auto'"
+        )
+    if (op, reason) not in _warned:
+        _warned.add((op, reason))
+        warnings.warn(
+            f"vime_kernels.{op}: runs on the torch backend, because for Triton {reason}", stacklevel=3
+        )
+    return "torch"
 
 
 def explain(op: str | None = None) -> str:
@@ -91,11 +126,39 @@ def explain(op: str | None = None) -> str:
     lines = []
     for each in IMPLEMENTED if op is None else (op,):
         name, source = _requested(each, None)
-        try:
-            lines.append(f"{each}: {resolve(each)} ({source} says {name!r})")
-        except BackendError as error:
-            lines.append(f"{each}: refused ({error})")
+        if name == "auto" and "triton" in IMPLEMENTED[each]:
+            capability = ".".join(map(str, MIN_CAPABILITY))
+            outcome = f"triton on CUDA devices of capability >= {capability}, else torch"
+        elif name == "auto" or name in IMPLEMENTED[each]:
+            outcome = "torch" if name == "auto" else name
+        else:
+            outcome = f"refused, available: {', '.join(IMPLEMENTED[each])}"
+        lines.append(f"{each}: {outcome} ({source} says {name!r})")
     return "\n".join(lines)
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _machine_reason(device: torch.device | None) -> str | None:
+    """Why no Triton kernel can run on this device, in words; None when one can. No device stands for the CPU."""
+    if not _has_triton():
+        return "the package triton is not installed"
+    if interpreting():
+        return None
+    if device is None:
+        return "its tensors are not all on a CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the device has capability {capability}, below {MIN_CAPABILITY}"
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _requested(op: str, argument: str | None) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vime_convert.refused import refuse_known
 from vime_models.host.args import UnknownFlagError, check_unknown_flags
 
 OK, DIFFERENT, UNUSABLE = 0, 1, 2
@@ -87,12 +88,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return UNUSABLE
+    except Exception as error:
+        # The outermost boundary: Python would exit with 1, which here means that flags differ.
+        if options.debug:
+            raise
+        text = f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"
+        sys.stderr.write(f"vime-models: {text}\n")
+        return UNUSABLE
     sys.stdout.writelines(f"{line}\n" for line in problems)
     return DIFFERENT if problems else OK
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="vime-models", description=__doc__.splitlines()[0])
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an unexpected error")
     commands = parser.add_subparsers(dest="command", required=True)
     args = commands.add_parser(
         "args",
@@ -121,6 +130,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _arguments_module(config: dict[str, Any]) -> Any:
     model_type = config.get("model_type")
+    refuse_known(model_type)
     if model_type not in ARGUMENTS_OF:
         raise ValueError(
             f"vime-models: expected model_type out of {', '.join(sorted(ARGUMENTS_OF))}, got {model_type!r}; "

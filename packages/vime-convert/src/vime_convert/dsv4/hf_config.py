@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vime_convert.errors import ConfigError
+from vime_convert.refused import REFUSED
 
 MODEL_TYPE = "deepseek_v4"
 
@@ -150,10 +151,9 @@ def _refuse(field: str, expected: str, actual: object, advice: str = "") -> NoRe
 
 def _check_model_type(cfg: Mapping[str, Any]) -> None:
     model_type = cfg.get("model_type")
-    if model_type == "deepseek_v41":
-        _refuse("model_type", repr(MODEL_TYPE), model_type, "DeepSeek-V4.1 is a different architecture")
     if model_type != MODEL_TYPE:
-        _refuse("model_type", repr(MODEL_TYPE), model_type, "use the plugin of that model type")
+        advice = REFUSED.get(str(model_type), "use the plugin of that model type")
+        _refuse("model_type", repr(MODEL_TYPE), model_type, advice)
 
 
 def _number(cfg: Mapping[str, Any], field: str) -> float:
@@ -170,67 +170,83 @@ def _integer(cfg: Mapping[str, Any], field: str, *, least: int = 1, default: int
     return value
 
 
+def _list(cfg: Mapping[str, Any], field: str) -> list[Any] | None:
+    value = cfg.get(field)
+    if value is not None and not isinstance(value, list | tuple):
+        _refuse(field, "a list", value)
+    return None if value is None else list(value)
+
+
+def _object(cfg: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = cfg.get(field)
+    if value is not None and not isinstance(value, Mapping):
+        _refuse(field, "an object", value)
+    return value or {}
+
+
 def _compress_ratios(cfg: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    ratios, layer_types = cfg.get("compress_ratios"), cfg.get("layer_types")
+    ratios, layer_types = _list(cfg, "compress_ratios"), _list(cfg, "layer_types")
     if ratios is None and layer_types is None:
         # transformers would invent a schedule that no release has.
         _refuse("compress_ratios (or layer_types)", f"a list with {num_layers} entries", None)
     expected_rates = {LAYER_TYPE_OF_RATIO[4]: 4, LAYER_TYPE_OF_RATIO[128]: 128}
-    rates = cfg.get("compress_rates") or expected_rates
-    if dict(rates) != expected_rates:
+    rates = _object(cfg, "compress_rates") or expected_rates
+    if rates != expected_rates:
         _refuse("compress_rates", f"{expected_rates}", rates)
     folded: tuple[int, ...] | None = None
     if layer_types is not None:
         if len(layer_types) != num_layers:
             _refuse("layer_types", f"num_hidden_layers = {num_layers} entries", f"{len(layer_types)} entries")
         for index, layer_type in enumerate(layer_types):
-            if layer_type not in RATIO_OF_LAYER_TYPE:
+            if not isinstance(layer_type, str) or layer_type not in RATIO_OF_LAYER_TYPE:
                 _refuse(f"layer_types[{index}]", f"one of {sorted(RATIO_OF_LAYER_TYPE)}", layer_type)
         folded = tuple(RATIO_OF_LAYER_TYPE[layer_type] for layer_type in layer_types)
     if ratios is None:
         assert folded is not None  # refused above
         return folded
     for index, ratio in enumerate(ratios):
-        if ratio not in LAYER_TYPE_OF_RATIO:
+        if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio not in LAYER_TYPE_OF_RATIO:
             _refuse(f"compress_ratios[{index}]", "0, 4 or 128", ratio)
     # Entries past the decoder belong to the draft layers, and those never compress.
     if len(ratios) < num_layers or any(ratios[num_layers:]):
         _refuse(
             "compress_ratios",
             f"num_hidden_layers = {num_layers} entries, then only zeros for the draft layers",
-            list(ratios),
+            ratios,
             "cut the list when pruning layers",
         )
     decoder = tuple(ratios[:num_layers])
     if layer_types is not None and folded != decoder:
-        _refuse("layer_types", f"what compress_ratios says ({list(decoder)})", list(layer_types))
+        _refuse("layer_types", f"what compress_ratios says ({list(decoder)})", layer_types)
     return decoder
 
 
 def _num_hash_layers(cfg: Mapping[str, Any], num_layers: int) -> int:
-    count, types = cfg.get("num_hash_layers"), cfg.get("mlp_layer_types")
-    if types is not None:
-        hashed = list(types).count("hash_moe")
-        if list(types) != ["hash_moe"] * hashed + ["moe"] * (num_layers - hashed):
-            _refuse("mlp_layer_types", f"{num_layers} entries, 'hash_moe' first and then 'moe'", list(types))
-        if count is not None and min(count, num_layers) != hashed:
+    types = _list(cfg, "mlp_layer_types")
+    if types is None:
+        return min(_integer(cfg, "num_hash_layers", least=0), num_layers)
+    hashed = types.count("hash_moe")
+    if types != ["hash_moe"] * hashed + ["moe"] * (num_layers - hashed):
+        _refuse("mlp_layer_types", f"{num_layers} entries, 'hash_moe' first and then 'moe'", types)
+    if cfg.get("num_hash_layers") is not None:
+        count = _integer(cfg, "num_hash_layers", least=0)
+        if min(count, num_layers) != hashed:
             _refuse("num_hash_layers", f"what mlp_layer_types says ({hashed})", count)
-        return hashed
-    return min(_integer(cfg, "num_hash_layers", least=0), num_layers)
+    return hashed
 
 
 def _rope_dim(cfg: Mapping[str, Any]) -> int:
-    factor, direct = cfg.get("partial_rotary_factor"), cfg.get("qk_rope_head_dim")
-    if factor is None:
+    if cfg.get("partial_rotary_factor") is None:
         return _integer(cfg, "qk_rope_head_dim", least=2)
-    rope_dim = int(_integer(cfg, "head_dim") * factor)
+    rope_dim = int(_integer(cfg, "head_dim") * _number(cfg, "partial_rotary_factor"))
+    direct = cfg.get("qk_rope_head_dim")
     if direct not in (None, rope_dim):
         _refuse("qk_rope_head_dim", f"head_dim · partial_rotary_factor = {rope_dim}", direct)
     return rope_dim
 
 
 def _rope(cfg: Mapping[str, Any]) -> tuple[float, float, Yarn | None]:
-    parameters = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
+    parameters = _object(cfg, "rope_parameters") or _object(cfg, "rope_scaling")
     if isinstance(parameters.get("main"), Mapping) and isinstance(parameters.get("compress"), Mapping):
         main, compress = parameters["main"], parameters["compress"]
         if (kind := main.get("rope_type", "default")) != "default":

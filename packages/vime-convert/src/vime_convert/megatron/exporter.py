@@ -138,6 +138,8 @@ def save_hf(
     widest = max((p.dtype.itemsize for chunk in chunks for p in chunk.parameters()), default=4)
     itemsize = widest if policy == "keep" else 2
     total = sum(spec.nbytes // spec.dtype.itemsize * itemsize for spec in table.expected_hf().values())
+    if checkpoint is not None:
+        total += sum(checkpoint.nbytes(name, quantised=False) for name in checkpoint.extras)
     return write_checkpoint(
         target,
         stored,

@@ -12,9 +12,6 @@ import torch
 
 from vime_convert.plugin import TinyCase
 
-# init_tiny sees one tensor at a time, so all cases share the number of experts.
-_NUM_EXPERTS = 8
-
 
 def _config(ratios: list[int], hash_layers: int, *, yarn: bool, **sizes: Any) -> dict[str, Any]:
     """A complete `config.json` in the released spelling."""
@@ -42,7 +39,7 @@ def _config(ratios: list[int], hash_layers: int, *, yarn: bool, **sizes: Any) ->
         "hc_eps": 1e-6,
         "rms_norm_eps": 1e-6,
         "moe_intermediate_size": 32,
-        "n_routed_experts": _NUM_EXPERTS,
+        "n_routed_experts": 8,
         "n_shared_experts": 1,
         "num_experts_per_tok": 3,
         "num_hash_layers": hash_layers,
@@ -129,16 +126,13 @@ TINY_CASES = (
 
 
 def init_tiny(hf_name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """The value of one released tensor of a tiny checkpoint: float32, or int64 for the token-to-expert table.
+    """The value of one floating tensor of a tiny checkpoint, in float32.
 
     Args:
         hf_name: release name.
         shape: of the tensor.
         generator: on the CPU.
     """
-    if hf_name.endswith("tid2eid"):
-        # Distinct experts per token: the first K of a random order.
-        return torch.rand(shape[0], _NUM_EXPERTS, generator=generator).argsort(-1)[:, : shape[1]].contiguous()
     noise = torch.randn(shape, generator=generator)
     if hf_name.endswith("norm.weight"):
         return 1 + 0.1 * noise

@@ -5,7 +5,7 @@ import torch
 
 from vime_kernels import _checks
 from vime_kernels._backend import resolve
-from vime_kernels.ops.gated_pool import reference
+from vime_kernels.ops.gated_pool import config, reference
 
 
 def gated_pool(
@@ -72,7 +72,13 @@ def gated_pool(
         _checks.fail(op, "an even x_TC.shape[-1] with overlap=True (two halves)", sizes["C"])
     if halo is not None and not overlap:
         _checks.fail(op, "halo=None without overlap", "a halo", "a group without overlap needs no neighbour")
-    resolve(op, backend)
+    reason = config.unsupported(x_TC, score_TC, ape)
+    tensors = (x_TC, score_TC, ape, cu_seqlens, halo_x, halo_score)
+    if resolve(op, backend, tensors, reason) == "triton":
+        from vime_kernels.ops.gated_pool import triton_fwd
+
+        small = [None if t is None else t.contiguous() for t in (ape, halo_x, halo_score, cu_seqlens)]
+        return triton_fwd.gated_pool(x_TC, score_TC, *small, ratio, overlap, rounding == "hf")
     acc = _checks.accum_dtype(x_TC, score_TC, ape)
     return reference.gated_pool(
         x_TC, score_TC, ape, cu_seqlens, ratio, overlap=overlap, rounding=rounding, halo=halo, acc=acc

@@ -9,7 +9,7 @@ import torch
 
 from vime_kernels import _checks
 from vime_kernels._backend import resolve
-from vime_kernels.ops.hyper_connection import reference
+from vime_kernels.ops.hyper_connection import config, reference
 
 
 def mhc_mixes(
@@ -60,7 +60,11 @@ def mhc_mixes(
     )
     _checks.full_precision(op, fn=fn, scale=scale, base=base)
     _checks.positive(op, iters=iters)
-    resolve(op, backend)
+    if resolve(op, backend, (X_TnC, fn, scale, base), config.unsupported(X_TnC, fn, scale, base)) == "triton":
+        from vime_kernels.ops.hyper_connection import triton_project, triton_split
+
+        m, _ = triton_project.mhc_project(X_TnC.flatten(1), fn.contiguous(), norm_eps)
+        return triton_split.mhc_split(m, scale.contiguous(), base.contiguous(), n, eps, iters)
     acc = _checks.accum_dtype(X_TnC, fn, scale, base)
     return reference.mixes(
         X_TnC.to(acc), fn.to(acc), scale.to(acc), base.to(acc), eps=eps, iters=iters, norm_eps=norm_eps
@@ -109,7 +113,10 @@ def mhc_pre(X_TnC: torch.Tensor, pre_Tn: torch.Tensor, *, backend: str | None = 
     _streams(op, X_TnC)
     _checks.sizes(op, X_TnC=(X_TnC, "T n C"), pre_Tn=(pre_Tn, "T n"))
     _checks.full_precision(op, pre_Tn=pre_Tn)
-    resolve(op, backend)
+    if resolve(op, backend, (X_TnC, pre_Tn), config.unsupported(X_TnC, pre_Tn)) == "triton":
+        from vime_kernels.ops.hyper_connection import triton_streams
+
+        return triton_streams.mhc_pre(X_TnC, pre_Tn.contiguous())
     acc = _checks.accum_dtype(X_TnC, pre_Tn)
     return reference.pre(X_TnC.to(acc), pre_Tn.to(acc)).to(X_TnC.dtype)
 
@@ -142,7 +149,11 @@ def mhc_post(
     _checks.floating(op, y_TC=y_TC)
     _checks.rows_contiguous(op, y_TC=y_TC)
     _checks.full_precision(op, post_Tn=post_Tn, comb_Tnn=comb_Tnn)
-    resolve(op, backend)
+    tensors = (y_TC, X_TnC, post_Tn, comb_Tnn)
+    if resolve(op, backend, tensors, config.unsupported(X_TnC, y_TC, post_Tn, comb_Tnn)) == "triton":
+        from vime_kernels.ops.hyper_connection import triton_streams
+
+        return triton_streams.mhc_post(y_TC, X_TnC, post_Tn.contiguous(), comb_Tnn.contiguous())
     acc = _checks.accum_dtype(y_TC, X_TnC, post_Tn, comb_Tnn)
     return reference.post(y_TC.to(acc), X_TnC.to(acc), post_Tn.to(acc), comb_Tnn.to(acc)).to(X_TnC.dtype)
 
@@ -183,7 +194,11 @@ def mhc_head(
         base=(base, f"{n}"),
     )
     _checks.full_precision(op, fn=fn, scale=scale, base=base)
-    resolve(op, backend)
+    if resolve(op, backend, (X_TnC, fn, scale, base), config.unsupported(X_TnC, fn, scale, base)) == "triton":
+        from vime_kernels.ops.hyper_connection import triton_project, triton_streams
+
+        m, _ = triton_project.mhc_project(X_TnC.flatten(1), fn.contiguous(), norm_eps)
+        return triton_streams.mhc_pre(X_TnC, torch.sigmoid(m * scale + base) + eps)
     acc = _checks.accum_dtype(X_TnC, fn, scale, base)
     out = reference.head(X_TnC.to(acc), fn.to(acc), scale.to(acc), base.to(acc), eps=eps, norm_eps=norm_eps)
     return out.to(X_TnC.dtype)

@@ -6,7 +6,7 @@ import torch
 from vime_kernels import _checks
 from vime_kernels._backend import resolve
 from vime_kernels._rows import chunks, map_rows
-from vime_kernels.ops.indexer import reference
+from vime_kernels.ops.indexer import config, reference
 from vime_kernels.ops.topk.interface import TopKFn, get_topk_fn
 
 FP8 = (torch.float8_e4m3fn,)
@@ -57,10 +57,18 @@ def indexer_logits(
     _checks.int32(op, starts=starts, ends=ends)
     acc = _checks.accum_dtype(q, k, weights, q_scale, k_scale)
     if out is None:
-        out = torch.empty(S, N, dtype=acc, device=q.device)
+        # Rows start at multiples of 64 bytes, for wide stores and loads.
+        out = torch.empty(S, -(-N // 16) * 16, dtype=acc, device=q.device)[:, :N]
     elif out.dtype != acc:
         _checks.fail(op, f"out in {acc}", out.dtype, kind=TypeError)
-    resolve(op, backend)
+    reason = config.unsupported(q, k) or config.unsupported_out(out)
+    if resolve(op, backend, (q, k, weights, starts, ends, q_scale, k_scale, out), reason) == "triton":
+        from vime_kernels.ops.indexer import triton_fwd
+
+        with torch.no_grad():
+            small = [None if t is None else t.contiguous() for t in (weights, q_scale, k_scale, starts, ends)]
+            triton_fwd.indexer_logits(q, k, *small, out, use_relu, clean_logits)
+        return out
     with torch.no_grad():
         w = None if weights is None else weights.to(acc)
         if q_scale is not None:
@@ -165,7 +173,12 @@ def indexer_scores(
     sizes = _check_qk(op, q, k, weights, indices=(indices, "S K"))
     _checks.floating(op, q=q, k=k)
     _checks.int32(op, indices=indices)
-    resolve(op, backend)
+    reason = config.unsupported(q, k) or config.unsupported_gradient(k)
+    if resolve(op, backend, (q, k, weights, indices), reason) == "triton":
+        from vime_kernels.ops.indexer import triton_scores
+
+        w = None if weights is None else weights.contiguous()
+        return triton_scores.indexer_scores(q, k, w, indices.contiguous(), use_relu)
     acc = _checks.accum_dtype(q, k, weights)
     # Cast before the gather: the scatter of the backward pass then accumulates in float32 and rounds once.
     queries, keys, w = q.to(acc), k.to(acc), None if weights is None else weights.to(acc)

@@ -4,10 +4,11 @@
 import torch
 
 from vime_kernels import _checks
-from vime_kernels._backend import resolve
+from vime_kernels._backend import interpreting, resolve
 from vime_kernels._rows import map_rows
 from vime_kernels.ops.indexer.ranges import sequence_of
-from vime_kernels.ops.sparse_attention import reference
+from vime_kernels.ops.sparse_attention import config, reference
+from vime_kernels.ops.sparse_attention.sources import Sources
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -69,7 +70,10 @@ def sparse_attention(
     d_v = sizes["D"] if d_v is None else d_v
     if not 0 < d_v <= sizes["D"]:
         _checks.fail(op, f"0 < d_v <= q.shape[-1] ({sizes['D']})", d_v)
-    resolve(op, backend)
+    reason = config.unsupported(sizes["H"], sizes["D"], d_v, q.dtype, kv.dtype, interpreting())
+    if resolve(op, backend, (q, kv, indices, attn_sink, topk_length), reason) == "triton":
+        sources = Sources(kv_b=kv, indices=_packed(indices), lengths=_packed(topk_length))
+        return _fast(q, sources, attn_sink, sm_scale, d_v, deterministic, return_lse)
     return _attend(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, return_lse)
 
 
@@ -86,6 +90,7 @@ def sparse_attention_v4(
     cu_seqlens: torch.Tensor | None = None,
     q_positions: torch.Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Output:
     """DeepSeek-V4 attention, one softmax over a causal window and compressed rows: [S, H, D], or (out, lse).
@@ -107,6 +112,7 @@ def sparse_attention_v4(
             belong to no sequence and see no window.
         q_positions: int32 [S], row of kv_window that each query stands on; None when S == N and they are in order.
         return_lse: also return float32 [S, H], natural logarithm, without the sink.
+        deterministic: as for `sparse_attention`, for the gradients of both buffers.
         backend: see `vime_kernels.set_backend`.
 
     Raises:
@@ -148,13 +154,35 @@ def sparse_attention_v4(
             S,
             "pass q_positions, the row that each query stands on",
         )
-    resolve(op, backend)
+    kv_dtype = (
+        kv_window.dtype
+        if kv_compressed is None
+        else torch.promote_types(kv_window.dtype, kv_compressed.dtype)
+    )
+    reason = config.unsupported(sizes["H"], sizes["D"], sizes["D"], q.dtype, kv_dtype, interpreting())
+    tensors = (q, kv_window, kv_compressed, attn_sink, indices, starts, ends, cu_seqlens, q_positions)
+    fast = resolve(op, backend, tensors, reason) == "triton"
 
     if cu_seqlens is None:
-        cu_seqlens = torch.tensor([0, N], dtype=torch.int32, device=q.device)
+        # Filled on the device: a copy from the host would wait for everything before it.
+        cu_seqlens = torch.full((2,), N, dtype=torch.int32, device=q.device)
+        cu_seqlens[:1].zero_()
     if q_positions is None:
         q_positions = torch.arange(N, dtype=torch.int32, device=q.device)
     first_S, _, inside_S = sequence_of(cu_seqlens, q_positions)
+    if fast:
+        lows = torch.maximum(first_S, q_positions - (window - 1)).to(torch.int32)
+        sources = Sources(
+            kv_window,
+            lows,
+            torch.where(inside_S, q_positions + 1, lows),
+            window,
+            kv_compressed if indices is not None or starts is not None else None,
+            indices=_packed(indices),
+            starts_b=_packed(starts),
+            ends_b=_packed(ends),
+        )
+        return _fast(q, sources, attn_sink, sm_scale, sizes["D"], deterministic, return_lse)
     slots = reference.window_indices(first_S, q_positions.masked_fill(~inside_S, -1), window)
     compressed = indices
     if starts is not None and ends is not None:
@@ -164,6 +192,26 @@ def sparse_attention_v4(
         slots = torch.cat([slots, torch.where(valid, compressed + N, -1)], 1)
         kv_window = torch.cat([kv_window, kv_compressed])
     return _attend(q, kv_window, slots, sm_scale, sizes["D"], attn_sink, None, return_lse)
+
+
+def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _fast(
+    q: torch.Tensor,
+    sources: Sources,
+    attn_sink: torch.Tensor | None,
+    sm_scale: float,
+    d_v: int,
+    deterministic: bool | None,
+    return_lse: bool,
+) -> Output:
+    """The Triton backend, imported by the first call that uses it."""
+    from vime_kernels.ops.sparse_attention import triton_op
+
+    out, lse = triton_op.attend(q, sources, attn_sink, sm_scale, d_v, deterministic)
+    return (out, lse) if return_lse else out
 
 
 def _attend(

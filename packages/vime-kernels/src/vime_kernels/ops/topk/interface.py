@@ -9,7 +9,7 @@ import torch
 from vime_kernels import _checks
 from vime_kernels._backend import resolve
 from vime_kernels._rows import chunks
-from vime_kernels.ops.topk import reference
+from vime_kernels.ops.topk import config, reference
 
 RULES = ("canonical", "torch", "fast")
 
@@ -44,7 +44,8 @@ def topk(
     | fast | as torch | not promised |
 
     Under every rule -inf and NaN are never picked, -0 equals +0, and columns outside the range are masked before
-    anything is compared. This backend breaks ties canonically under every rule.
+    anything is compared. Both backends break ties canonically under
+    every rule; the Triton one sorts only when the order asks for it.
 
     Args:
         logits: scores [S, N], any floating dtype.
@@ -64,7 +65,12 @@ def topk(
     _checks.int32(op, starts=starts, ends=ends)
     _checks.positive(op, k=k)
     _checks.choice(op, "rule", rule, RULES)
-    resolve(op, backend)
+    if resolve(op, backend, (logits, starts, ends), config.unsupported(logits, k)) == "triton":
+        from vime_kernels.ops.topk import triton_fwd
+
+        with torch.no_grad():
+            picks = triton_fwd.topk(logits, k, starts.contiguous(), ends.contiguous())
+            return _by_score(logits, picks) if rule == "torch" else picks
     picks = torch.empty(sizes["S"], k, dtype=torch.int32, device=logits.device)
     with torch.no_grad():
         # Sorting holds the scores, their order and two masks: about 24 bytes for every column.
@@ -96,3 +102,11 @@ def _topk_rows(
     row_offset: int = 0,  # a stateless rule does not care which rows it sees
 ) -> torch.Tensor:
     return topk(logits, k, starts, ends, rule=rule, backend=backend)
+
+
+def _by_score(logits: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+    """The same picks in descending score order, -1 last."""
+    if not logits.shape[-1]:
+        return picks
+    scores = logits.gather(1, picks.clamp_min(0).long()).masked_fill(picks < 0, float("-inf"))
+    return picks.gather(1, scores.sort(dim=-1, descending=True, stable=True).indices)

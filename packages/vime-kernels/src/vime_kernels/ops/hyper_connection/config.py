@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile choices of the Triton hyper-connections, and what they support."""
+
+import torch
+
+# Projection and its backward pass: (tokens, channels, warps, stages) for bfloat16 and for float32 streams.
+PROJECT = (128, 64, 8, 4)
+PROJECT_EXACT = (64, 32, 8, 2)
+PROJECT_BWD = (64, 128, 4, 3)
+PROJECT_BWD_EXACT = (32, 64, 8, 2)
+# Channels of one partial sum. It must not depend on the number of tokens, or a token's mixes would depend on the batch.
+SPLIT_K = 2048
+# Tokens whose gradient of fn is one partial sum.
+TOKENS_PER_PARTIAL = 1024
+# Channels per thread in the kernels that move whole streams: two 16-byte loads of bfloat16.
+CHANNELS_PER_THREAD = 16
+
+
+def num_warps(block_c: int) -> int:
+    """Warps of a program that holds block_c channels."""
+    return min(16, max(1, block_c // (32 * CHANNELS_PER_THREAD)))
+
+
+def unsupported(X_TnC: torch.Tensor, *others: torch.Tensor) -> str | None:
+    """What the kernels cannot do about these streams and the tensors that go with them, None when they can."""
+    if any(t.dtype == torch.float64 for t in others):
+        return "float64"
+    if X_TnC.dtype not in (torch.bfloat16, torch.float32):
+        return f"streams in {X_TnC.dtype} (bfloat16 or float32)"
+    n, C = X_TnC.shape[1:]
+    if n not in (1, 2, 4, 8):
+        return f"n={n} streams (1, 2, 4 or 8)"
+    if C > 8192:
+        return f"C={C} (at most 8192)"
+    return None

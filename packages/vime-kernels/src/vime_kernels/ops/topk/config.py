@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile choices of the Triton top-k, and what it supports."""
+
+import torch
+import triton
+
+# Rows up to this long are selected exactly at once; longer ones are thinned out first.
+EXACT_WIDTH = 8192
+# Columns that the threshold of a row is guessed from: one of so many, and no more than this.
+SAMPLED_ONE_OF = 16
+MAX_SAMPLE = 8192
+MIN_KEPT = 2048
+MAX_K = 4096
+# Warps that thin out one row, and the groups of 128 columns that one of them looks at together.
+GATHER_WARPS = 4
+GATHER_GROUPS = 4
+# So many registers leave room for eight rows in a multiprocessor, a few spilled ones included.
+GATHER_REGISTERS = 64
+# Two programs of eight warps share a multiprocessor.
+SELECT_REGISTERS = 128
+# Candidates between the two steps; rows are launched in groups that stay below it.
+SCRATCH_BYTES = 2**28
+
+
+def most_kept(k: int) -> int:
+    """Candidates that thinning out may leave of a row: at least twice k, so that the guess nearly always does."""
+    return max(MIN_KEPT, triton.next_power_of_2(2 * k))
+
+
+def unsupported(logits: torch.Tensor, k: int) -> str | None:
+    """What the kernel cannot do about this call, None when it can."""
+    if logits.dtype == torch.float64:
+        return "float64 scores"
+    if k > MAX_K:
+        return f"k={k} (at most {MAX_K})"
+    return None
