@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of the tests beside it; the directory of the checkpoint and of what one process computes is given.
+
+A case is one layout, or one property of several layouts.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import serve
+from layouts import LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS
+from step import CONFIG, TABLE, Step, build, difference, load, microbatches, train_step
+
+from vime_convert.megatron.exporter import export_tensors
+from vime_convert.tiny import make_tiny
+from vime_convert.verify.margins import Margins
+from vime_convert.verify.precision import PRECISIONS, running_in
+from vime_models.dsv4.plugin import PLUGIN
+
+HERE = Path(sys.argv[1])
+
+
+def reference() -> dict[str, float]:
+    """Writes the checkpoint and what one process computes with plain autograd; how close it came to a tie."""
+    make_tiny(CONFIG, HERE / "checkpoint", seed=0, plugin=PLUGIN)
+    gap = float("inf")
+    for precision in PRECISIONS:
+        (model,) = load(build(precision), HERE / "checkpoint")
+        model.zero_grad()
+        step = Step()
+        with running_in(PRECISIONS[precision]):
+            with torch.no_grad(), Margins() as margins, indexer_gaps(model) as gaps:
+                for ids in microbatches():
+                    model(ids[:, :-1], None, None)
+            gap = min(gap, margins.topk, *gaps)
+            for number, ids in enumerate(microbatches()):
+                logits = model(ids[:, :-1], None, None)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:])
+                (loss / len(microbatches())).backward()
+                step.logits[number], step.losses[number] = logits.detach().transpose(0, 1), loss.item()
+        step.grads = dict(export_tensors([model], TABLE, value=lambda p: p.grad))
+        torch.save(vars(step), HERE / f"{precision}.pt")
+    return {"gap": gap}
+
+
+@contextmanager
+def indexer_gaps(model: Any) -> Iterator[list[float]]:
+    """Distances between the last entry that an indexer keeps and the first that it leaves out."""
+    gaps: list[float] = []
+    indexers = [layer.self_attention.indexer for layer in model.decoder.layers if layer.self_attention.compress_ratio == 4]
+    original = indexers[0].topk_fn
+
+    def watched(scores: torch.Tensor, k: int, starts: torch.Tensor, ends: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        column = torch.arange(scores.shape[1])
+        visible = (column >= starts[:, None]) & (column < ends[:, None])
+        best = scores.masked_fill(~visible, float("-inf")).sort(-1, descending=True).values
+        if best.shape[1] > k:
+            cut = (best[:, k - 1] - best[:, k])[best[:, k].isfinite()]
+            gaps.extend(cut.min(0, keepdim=True).values.tolist() if len(cut) else [])
+        return original(scores, k, starts, ends, **keywords)
+
+    for indexer in indexers:
+        indexer.topk_fn = watched
+    try:
+        yield gaps
+    finally:
+        for indexer in indexers:
+            indexer.topk_fn = original
+
+
+def equals_one_process(precision: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """How far a layout is from one process."""
+    chunks = load(build(precision, **layout), HERE / "checkpoint")
+    return difference(train_step(chunks, precision), Step(**torch.load(HERE / f"{precision}.pt")))
+
+
+def without(plant: Callable[[Any], None]) -> dict[str, Any]:
+    """The same with a bug in the model of two tensor-parallel ranks."""
+    (model,) = load(build("float64", tp=2), HERE / "checkpoint")
+    plant(model)
+    return difference(train_step([model], "float64"), Step(**torch.load(HERE / "float64.pt")))
+
+
+def unsummed_stream_gradients(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if ".hc_" in name:
+            parameter.sequence_parallel = False
+
+
+def unsummed_key_gradients(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.self_attention._shared = lambda keys: keys
+
+
+def recomputed(layout: dict[str, Any], recomputation: dict[str, Any]) -> list[str]:
+    """Which gradients recomputation changes in float32, by as little as a bit."""
+    plain = train_step(load(build("float32", **layout), HERE / "checkpoint"), "float32")
+    again = train_step(load(build("float32", **layout, **recomputation), HERE / "checkpoint"), "float32")
+    assert plain.grads.keys() == again.grads.keys()
+    assert plain.losses == again.losses
+    return [name for name, grad in plain.grads.items() if not grad.equal(again.grads[name])]
+
+
+CASES = {
+    "reference": reference,
+    **{
+        f"{name}-{precision}": partial(equals_one_process, precision, options)
+        for name, (_, options) in LAYOUTS.items()
+        for precision in PRECISIONS
+    },
+    **{
+        f"{layout}-recompute-{name}": partial(recomputed, LAYOUTS[layout][1], options)
+        for layout in RECOMPUTED_LAYOUTS
+        for name, options in RECOMPUTATIONS.items()
+    },
+    "unsummed-streams": partial(without, unsummed_stream_gradients),
+    "unsummed-keys": partial(without, unsummed_key_gradients),
+}
+
+if __name__ == "__main__":
+    serve(CASES)
