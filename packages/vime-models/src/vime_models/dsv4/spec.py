@@ -19,6 +19,7 @@ from vime_models.dsv4.config import DSv4Options, attach
 from vime_models.dsv4.head import StreamHead
 from vime_models.dsv4.layer import DSv4TransformerLayer
 from vime_models.dsv4.moe import DSv4MoELayer, HashRouter, ScoreRouter
+from vime_models.dsv4.qat import experts_of
 from vime_models.host.backend import Backend
 from vime_models.host.specs import stage_layer_ids
 
@@ -45,7 +46,7 @@ def _layer_spec(options: DSv4Options, layer: int, backend: Backend) -> ModuleSpe
     """Args: layer: global 0-based index."""
     mlp = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
     moe = MoESubmodules(
-        experts=backend.experts,
+        experts=experts_of(backend, options),
         shared_experts=partial(SharedExpertMLP, submodules=mlp),
         router=HashRouter if layer < options.num_hash_layers else ScoreRouter,
     )

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_models.dsv4.config import FLAG_OF, DSv4Options, check
+from vime_models.dsv4.recipes import RECIPES, width_problems
 
 _RECOMPUTABLE = ("moe", "shared_experts")
 
@@ -17,7 +18,7 @@ def validate(options: DSv4Options, config: TransformerConfig) -> None:
     Raises:
         DSv4OptionError: the first rule that does not hold.
     """
-    for rules in (_options(options), _architecture(options, config), _parallelism(options, config)):
+    for rules in (_architecture(options, config), _training(options, config), _parallelism(options, config)):
         for flag, value, ok, rule in rules:
             check(ok, flag, value, rule)
 
@@ -25,9 +26,43 @@ def validate(options: DSv4Options, config: TransformerConfig) -> None:
 Rule = tuple[str, object, bool, str]
 
 
-def _options(options: DSv4Options) -> Iterator[Rule]:
-    off = options.qat == "off"
-    yield "--dsv4-qat", options.qat, off, "this release trains without quantisation simulation; pass off"
+def _training(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]:
+    flag, qat = FLAG_OF["qat"], options.qat
+    for problem in width_problems(options):
+        yield flag, qat, False, f"{problem}; pass off"
+    if qat in RECIPES and (block := RECIPES[qat].expert_block):
+        etp = config.expert_tensor_parallel_size or 1
+        for name, width in (
+            ("--hidden-size", config.hidden_size),
+            (
+                "--moe-ffn-hidden-size / --expert-tensor-parallel-size",
+                (config.moe_ffn_hidden_size or 0) // etp,
+            ),
+        ):
+            yield flag, qat, width % block == 0, f"needs {name} ({width}) to be a multiple of {block}"
+        local = config.transformer_impl == "local" and not config.gradient_accumulation_fusion
+        yield (
+            flag,
+            qat,
+            local,
+            "rounds the experts' weights on use, which needs --transformer-impl local and "
+            "--no-gradient-accumulation-fusion; rollout quantises no weights",
+        )
+    train = options.train_indexer
+    yield (
+        FLAG_OF["train_indexer"],
+        train,
+        train == "off" or 4 in options.compress_ratios,
+        "no layer has an indexer (ratio 4); pass off",
+    )
+    yield (
+        FLAG_OF["train_indexer"],
+        train,
+        train == "off" or config.context_parallel_size == 1,
+        "is not supported with context parallelism; pass off, or --context-parallel-size 1",
+    )
+    coeff = config.dsa_indexer_loss_coeff
+    yield "--dsa-indexer-loss-coeff", coeff, not coeff, "must not be given; use --dsv4-indexer-loss-coeff"
 
 
 def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]:
@@ -134,18 +169,24 @@ def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[R
 
 
 def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]:
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    tp = config.tensor_model_parallel_size
     flag = "--tensor-model-parallel-size"
     heads = config.num_attention_heads
-    yield flag, tp, heads % tp == 0, f"must divide --num-attention-heads ({heads})"
-    yield flag, tp, options.o_groups % tp == 0, f"must divide --dsv4-o-groups ({options.o_groups})"
+    fits = [size for size in range(1, heads + 1) if heads % size == 0 and options.o_groups % size == 0]
+    nearest = f"nearest valid value: {min(fits, key=lambda size: abs(size - tp))}"
+    yield flag, tp, heads % tp == 0, f"must divide --num-attention-heads ({heads}); {nearest}"
+    yield (
+        flag,
+        tp,
+        options.o_groups % tp == 0,
+        f"must divide --dsv4-o-groups ({options.o_groups}); {nearest}",
+    )
     yield (
         "--sequence-parallel",
         config.sequence_parallel,
         tp == 1 or config.sequence_parallel,
         "must be given with tensor parallelism: Megatron's MoE layer does not train without it",
     )
-    yield "--context-parallel-size", cp, cp == 1, "context parallelism is not supported yet; pass 1"
     yield (
         "--num-layers-per-virtual-pipeline-stage",
         config.virtual_pipeline_model_parallel_size,

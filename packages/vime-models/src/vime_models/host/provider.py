@@ -203,6 +203,8 @@ def make_provider(args: Namespace, role: Role = "actor") -> Provider:
         if role == "critic" and post_process:
             model.output_layer = ValueHead(config)
         dtypes.enforce(model)
+        if after_build := getattr(config, "vime_after_build", None):
+            after_build(model)
         return model
 
     return provider
