@@ -56,6 +56,8 @@ def microbatches() -> list[torch.Tensor]:
 def build(precision: str, **layout: Any) -> list[Any]:
     """The chunks of this rank in training mode, without values."""
     chosen = PRECISIONS[precision]
+    # As Megatron's argument parser sets it: a stage frees what it has sent.
+    layout |= {"deallocate_pipeline_outputs": True}
     with running_in(chosen):
         chunks = PLUGIN.build(CONFIG, dtype=chosen.dtype, device="cpu", **layout)
     return [chunk.train() for chunk in chunks]
@@ -67,7 +69,16 @@ def load(chunks: list[Any], directory: Path) -> list[Any]:
     return chunks
 
 
-def train_step(chunks: list[Any], precision: str) -> Step:
+def wrap(chunks: list[Any]) -> list[Any]:
+    """The chunks in Megatron's DDP, which owns the gradients."""
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=False)
+    with cpu.cuda_literals_to_cpu():
+        return [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+
+
+def train_step(wrapped: list[Any], precision: str) -> Step:
     """Forward and backward of all microbatches; nothing is updated."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     batches = list(enumerate(microbatches()))[rank::size]
@@ -91,11 +102,7 @@ def train_step(chunks: list[Any], precision: str) -> Step:
 
         return output, loss
 
-    config = chunks[0].config
-    config.finalize_model_grads_func = finalize_model_grads
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=False)
     with running_in(PRECISIONS[precision]), cpu.cuda_literals_to_cpu():
-        wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from harness import serve
 from layouts import LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS
-from step import CONFIG, TABLE, Step, build, difference, load, microbatches, train_step
+from step import CONFIG, TABLE, Step, build, difference, load, microbatches, train_step, wrap
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.tiny import make_tiny
@@ -52,10 +52,13 @@ def reference() -> dict[str, float]:
 def indexer_gaps(model: Any) -> Iterator[list[float]]:
     """Distances between the last entry that an indexer keeps and the first that it leaves out."""
     gaps: list[float] = []
-    indexers = [layer.self_attention.indexer for layer in model.decoder.layers if layer.self_attention.compress_ratio == 4]
+    attentions = [layer.self_attention for layer in model.decoder.layers]
+    indexers = [attention.indexer for attention in attentions if attention.compress_ratio == 4]
     original = indexers[0].topk_fn
 
-    def watched(scores: torch.Tensor, k: int, starts: torch.Tensor, ends: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    def watched(
+        scores: torch.Tensor, k: int, starts: torch.Tensor, ends: torch.Tensor, **keywords: Any
+    ) -> torch.Tensor:
         column = torch.arange(scores.shape[1])
         visible = (column >= starts[:, None]) & (column < ends[:, None])
         best = scores.masked_fill(~visible, float("-inf")).sort(-1, descending=True).values
@@ -73,17 +76,17 @@ def indexer_gaps(model: Any) -> Iterator[list[float]]:
             indexer.topk_fn = original
 
 
-def equals_one_process(precision: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """How far a layout is from one process."""
+def run(precision: str, plant: Callable[[Any], None] | None = None, **layout: Any) -> Step:
+    """One step of a layout, with a bug planted in the model if one is given."""
     chunks = load(build(precision, **layout), HERE / "checkpoint")
-    return difference(train_step(chunks, precision), Step(**torch.load(HERE / f"{precision}.pt")))
+    if plant is not None:
+        plant(chunks[0])
+    return train_step(wrap(chunks), precision)
 
 
-def without(plant: Callable[[Any], None]) -> dict[str, Any]:
-    """The same with a bug in the model of two tensor-parallel ranks."""
-    (model,) = load(build("float64", tp=2), HERE / "checkpoint")
-    plant(model)
-    return difference(train_step([model], "float64"), Step(**torch.load(HERE / "float64.pt")))
+def equals_one_process(precision: str, **options: Any) -> dict[str, Any]:
+    """How far a layout is from one process."""
+    return difference(run(precision, **options), Step(**torch.load(HERE / f"{precision}.pt")))
 
 
 def unsummed_stream_gradients(model: Any) -> None:
@@ -99,8 +102,7 @@ def unsummed_key_gradients(model: Any) -> None:
 
 def recomputed(layout: dict[str, Any], recomputation: dict[str, Any]) -> list[str]:
     """Which gradients recomputation changes in float32, by as little as a bit."""
-    plain = train_step(load(build("float32", **layout), HERE / "checkpoint"), "float32")
-    again = train_step(load(build("float32", **layout, **recomputation), HERE / "checkpoint"), "float32")
+    plain, again = run("float32", **layout), run("float32", **layout, **recomputation)
     assert plain.grads.keys() == again.grads.keys()
     assert plain.losses == again.losses
     return [name for name, grad in plain.grads.items() if not grad.equal(again.grads[name])]
@@ -109,7 +111,7 @@ def recomputed(layout: dict[str, Any], recomputation: dict[str, Any]) -> list[st
 CASES = {
     "reference": reference,
     **{
-        f"{name}-{precision}": partial(equals_one_process, precision, options)
+        f"{name}-{precision}": partial(equals_one_process, precision, **options)
         for name, (_, options) in LAYOUTS.items()
         for precision in PRECISIONS
     },
@@ -118,8 +120,8 @@ CASES = {
         for layout in RECOMPUTED_LAYOUTS
         for name, options in RECOMPUTATIONS.items()
     },
-    "unsummed-streams": partial(without, unsummed_stream_gradients),
-    "unsummed-keys": partial(without, unsummed_key_gradients),
+    "unsummed-streams": partial(equals_one_process, "float64", plant=unsummed_stream_gradients, tp=2),
+    "unsummed-keys": partial(equals_one_process, "float64", plant=unsummed_key_gradients, tp=2),
 }
 
 if __name__ == "__main__":
