@@ -164,8 +164,9 @@ class DSv4Attention(MegatronModule):
         kv_ND = rotate(self.kv_norm(self.wkv(key_x)[0]), *key_rotation)
         kv_ND = self._shared(quantise_latent(kv_ND, self.options))
         entries, chosen = self._compressed(key_x, q_lora, layout)
+        q_SHD = self.cp.balance(q_SHD, layout)
         attended, lse_SH = sparse_attention_v4(
-            self.cp.balance(q_SHD, layout),
+            q_SHD,
             self.cp.balance_keys(kv_ND, layout),
             entries,
             self.head_dim**-0.5,
@@ -181,12 +182,12 @@ class DSv4Attention(MegatronModule):
                 self,
                 attended,
                 lse_SH,
-                x,
-                q_lora,
                 q_SHD,
                 cast(torch.Tensor, entries),
-                layout,
                 chosen.get("indices"),
+                key_x,
+                q_lora,
+                layout,
             )
         # Values carry their key's rotation; turning back at the query leaves the relative position.
         o_SHD = rotate(self.cp.restore(attended, layout), cos, -sin)

@@ -12,6 +12,7 @@ arithmetic; `context_parallel` moves the rows.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,6 +32,7 @@ class TokenLayout:
         batch: sequences per microbatch for [s, b, h] input, None for packed input.
         halo: rows of its left neighbour that precede the keys of each slice; 0 where the rank holds everything.
             Before the first row of the stream they hold zeros, and no query sees them.
+        real_lengths: int32 [B], tokens of each sequence before its padding; None without padding.
     """
 
     cu_seqlens: torch.Tensor
@@ -38,6 +40,7 @@ class TokenLayout:
     length: int
     batch: int | None
     halo: int = 0
+    real_lengths: torch.Tensor | None = None
 
     def pack(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s, b, h] to [T, h]: sequences one after the other."""
@@ -64,6 +67,14 @@ class TokenLayout:
         return position_in_sequence(self.cu_seqlens, self.rows)
 
     @cached_property
+    def real_rows(self) -> torch.Tensor | None:
+        """bool [T]: False for padding between packed sequences; None without padding."""
+        if self.real_lengths is None:
+            return None
+        sequence = torch.searchsorted(self.cu_seqlens[1:], self.rows, right=True)
+        return self.positions < self.real_lengths[sequence]
+
+    @cached_property
     def key_positions(self) -> torch.Tensor:
         """int64 [N]: position of each raw key; N = T + G · halo."""
         return position_in_sequence(self.cu_seqlens, self._slice_rows(self.halo))
@@ -74,7 +85,7 @@ class TokenLayout:
         return causal_ranges(self.cu_seqlens, ratio=ratio, q_positions=self.rows)
 
     @cached_property
-    def window(self) -> dict[str, torch.Tensor]:
+    def window(self) -> dict[str, Any]:
         """`cu_seqlens` over the raw keys and the raw key `q_positions` of each token, for `sparse_attention_v4`."""
         if not self.halo:
             return {"cu_seqlens": self.cu_seqlens, "q_positions": self.rows}
@@ -179,7 +190,10 @@ def token_layout(
         )
     cu_seqlens = cu_seqlens.to(device=hidden.device, dtype=torch.int32)
     starts = torch.full((1,), first, dtype=torch.int32, device=hidden.device)
-    return TokenLayout(cu_seqlens, starts, length, None, halo)
+    real_lengths = None
+    if packed.cu_seqlens_q is not None and packed.cu_seqlens_q_padded is not None:
+        real_lengths = packed.cu_seqlens_q.to(device=hidden.device, dtype=torch.int32).diff()
+    return TokenLayout(cu_seqlens, starts, length, None, halo, real_lengths)
 
 
 def packed_lengths(packed: PackedSeqParams) -> torch.Tensor | None:

@@ -8,13 +8,13 @@ The teacher is a constant and the student sees detached activations, so this los
 else, and the language-model loss moves everything else. `joint` compares on the chosen entries. `warmup` is for an
 indexer that does not choose well yet: attention is over all visible entries, so is the comparison, and every other
 parameter is frozen; both cost memory and time that grow with the square of the length.
-Left out: context parallelism.
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; the denominator of V4 as in Megatron-LM.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from vime_kernels.dsa import indexer_kl_loss, indexer_kl_target, indexer_scores
@@ -41,32 +41,33 @@ def with_indexer_loss(
     attention: "DSv4Attention",
     attended_SHD: torch.Tensor,
     lse_SH: torch.Tensor,
-    x: torch.Tensor,
-    q_lora: torch.Tensor,
     q_SHD: torch.Tensor,
     entries_MD: torch.Tensor,
-    layout: TokenLayout,
     indices_SK: torch.Tensor | None,
+    key_x: torch.Tensor,
+    q_lora: torch.Tensor,
+    layout: TokenLayout,
 ) -> torch.Tensor:
     """`attended_SHD`, unchanged; its backward pass also runs that of the indexer's loss.
 
-    Megatron scales the loss as it scales those of its MoE layers: by the loss scale and over microbatches.
+    Megatron scales the loss as it scales those of its MoE layers: by the loss scale, over microbatches and over
+    context-parallel ranks. With `calculate_per_token_loss` it is the sum over tokens and not the mean.
 
     Args:
         attention: a ratio-4 layer whose indexer is trained.
-        attended_SHD: output of the attention core.
+        attended_SHD: output of the attention core, in the order of `ContextParallel.queries`.
         lse_SH: its logarithm of the denominator, without the sink.
-        x: [T, h], the attention's input.
-        q_lora: [T, q_lora_rank].
-        q_SHD: queries of this rank's heads.
-        entries_MD: compressed entries.
-        layout: of the T tokens.
+        q_SHD: queries of this rank's heads, in the same order.
+        entries_MD: compressed entries of the whole stream.
         indices_SK: int32 entries that each query attended to, -1 for none; None for all visible ones.
+        key_x: the attention's input with the halo of each slice, [N, h].
+        q_lora: [T, q_lora_rank], in contiguous order.
+        layout: of the T tokens.
 
     Raises:
         RuntimeError: warm-up with a model whose other parameters are not frozen.
     """
-    indexer, config = attention.indexer, attention.config
+    indexer, cp, config = attention.indexer, attention.cp, attention.config
     options = config.vime_dsv4
     if options.train_indexer == "warmup" and attention.wq_a.weight.requires_grad:
         raise RuntimeError(
@@ -74,7 +75,7 @@ def with_indexer_loss(
             "gradients; call train_indexer.freeze_all_but_indexers(model) before the optimizer is built"
         )
     if indices_SK is None:
-        indices_SK = visible_entries(*layout.visible(4), len(entries_MD))
+        indices_SK = visible_entries(*cp.queries(layout).visible(4), len(entries_MD))
     target_SK = indexer_kl_target(
         q_SHD.detach(),
         entries_MD.detach(),
@@ -85,22 +86,33 @@ def with_indexer_loss(
     )
     if attention.tp_group.size() > 1:
         # Heads are sharded; the loss is then the same number on every rank, and so are its gradients.
-        torch.distributed.all_reduce(target_SK, group=attention.tp_group)
+        dist.all_reduce(target_SK, group=attention.tp_group)
+    queries, own_keys, weights = indexer.project(key_x.detach(), q_lora.detach(), layout, attention.rope)
     scores_SK = indexer_scores(
-        *indexer.project(x.detach(), q_lora.detach(), layout, attention.rope),
+        cp.balance(queries, layout),
+        cp.gather_entries(own_keys, layout, 4),
+        cp.balance(weights, layout),
         indices_SK,
         backend=options.backend,
     )
+    real_S = cp.queries(layout).real_rows
     loss = indexer_kl_loss(
         scores_SK,
         target_SK,
         indices_SK,
         coeff=options.indexer_loss_coeff,
-        reduction="sum" if config.calculate_per_token_loss else "mean",
+        row_mask=real_S,
+        reduction="sum",
         backend=options.backend,
     )
+    if not config.calculate_per_token_loss:
+        counts = (indices_SK >= 0).any(-1)
+        counted = (counts if real_S is None else counts & real_S).sum()
+        if cp.group.size() > 1:
+            dist.all_reduce(counted, group=cp.group)
+        loss = loss / counted.clamp_min(1)
     indexer.last_loss = loss.detach()
-    return MoEAuxLossAutoScaler.apply(attended_SHD, loss)
+    return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(attended_SHD, loss))
 
 
 def visible_entries(starts_S: torch.Tensor, ends_S: torch.Tensor, entries: int) -> torch.Tensor:

@@ -55,12 +55,6 @@ def _training(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]
         train == "off" or 4 in options.compress_ratios,
         "no layer has an indexer (ratio 4); pass off",
     )
-    yield (
-        FLAG_OF["train_indexer"],
-        train,
-        train == "off" or config.context_parallel_size == 1,
-        "is not supported with context parallelism; pass off, or --context-parallel-size 1",
-    )
     coeff = config.dsa_indexer_loss_coeff
     yield "--dsa-indexer-loss-coeff", coeff, not coeff, "must not be given; use --dsv4-indexer-loss-coeff"
 
