@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every layout computes what one process computes: logits, losses and all gradients, over four microbatches."""
 
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def cases(world: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(ranks: Any) -> dict[str, list[Any]]:
-    return ranks(2, [*cases(2), *PLANTED])
+    return ranks(2, [*cases(2), *PLANTED, "interleaved", "refusals"])
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,19 @@ def test_a_gradient_that_is_not_summed_over_ranks_shows(two: dict[str, list[Any]
     for result in two[case]:
         assert result["logits"] <= LIMITS["float64"][0]
         assert result["grads"] > 1e-2
+
+
+def test_chunks_of_interleaved_stages_are_the_model(two: dict[str, list[Any]]) -> None:
+    assert two["interleaved"][1]["logits"] <= LIMITS["float64"][0]
+
+
+@pytest.mark.parametrize(
+    "layout, message",
+    [
+        ("odd", "--num-layers is 5: .*--decoder-last-pipeline-num-layers 2"),
+        ("virtual", "--num-layers-per-virtual-pipeline-stage is 2: must not be given with gloo"),
+    ],
+)
+def test_layouts_that_cannot_work_are_refused(two: dict[str, list[Any]], layout: str, message: str) -> None:
+    for said in two["refusals"]:
+        assert re.search(message, said[layout])

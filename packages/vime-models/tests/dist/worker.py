@@ -10,16 +10,21 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from harness import serve
-from layouts import LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS
+from layouts import LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS, REFUSED
 from step import CONFIG, TABLE, Step, build, difference, load, microbatches, train_step, wrap
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.tiny import make_tiny
+from vime_convert.verify.compare import relative
 from vime_convert.verify.margins import Margins
 from vime_convert.verify.precision import PRECISIONS, running_in
+from vime_models.dsv4 import validation
+from vime_models.dsv4.config import DSv4OptionError
 from vime_models.dsv4.plugin import PLUGIN
 
 HERE = Path(sys.argv[1])
@@ -108,6 +113,40 @@ def recomputed(layout: dict[str, Any], recomputation: dict[str, Any]) -> list[st
     return [name for name, grad in plain.grads.items() if not grad.equal(again.grads[name])]
 
 
+def interleaved() -> dict[str, Any]:
+    """Logits of two stages of two chunks each, uneven, whose chunks are called one after the other.
+
+    Megatron's interleaved schedule hangs over gloo; what is left of it here is what it is given: which layers,
+    which ends and which weights each chunk has.
+    """
+    with mock.patch.object(validation, "on_gloo", return_value=False):
+        chunks = load(build("float64", **REFUSED["virtual"]), HERE / "checkpoint")
+    rank, ids = dist.get_rank(), microbatches()[0]
+    streams = torch.zeros(ids.shape[1] - 1, 1, CONFIG["hidden_size"] * CONFIG["hc_mult"], dtype=torch.float64)
+    with torch.no_grad(), running_in(PRECISIONS["float64"]):
+        for number in range(4):
+            if rank == number % 2:
+                chunks[number // 2].set_input_tensor(streams)
+                output = chunks[number // 2](ids[:, :-1], None, None)
+                streams = output if number < 3 else streams
+            dist.broadcast(streams, src=number % 2)
+    if rank == 0:
+        return {}
+    expected = Step(**torch.load(HERE / "float64.pt")).logits[0]
+    return {"logits": relative(output.transpose(0, 1), expected)}
+
+
+def refusals() -> dict[str, str]:
+    """What a layout that cannot work says."""
+    said = {}
+    for name, layout in REFUSED.items():
+        try:
+            build("float32", **layout)
+        except DSv4OptionError as error:
+            said[name] = str(error)
+    return said
+
+
 CASES = {
     "reference": reference,
     **{
@@ -120,6 +159,8 @@ CASES = {
         for layout in RECOMPUTED_LAYOUTS
         for name, options in RECOMPUTATIONS.items()
     },
+    "interleaved": interleaved,
+    "refusals": refusals,
     "unsummed-streams": partial(equals_one_process, "float64", plant=unsummed_stream_gradients, tp=2),
     "unsummed-keys": partial(equals_one_process, "float64", plant=unsummed_key_gradients, tp=2),
 }

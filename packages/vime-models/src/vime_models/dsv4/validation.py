@@ -8,6 +8,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_models.dsv4.config import FLAG_OF, DSv4Options, check
 from vime_models.dsv4.recipes import RECIPES, width_problems
+from vime_models.host.bringup import on_gloo
+from vime_models.host.specs import stage_problem
 
 _RECOMPUTABLE = ("moe", "shared_experts")
 
@@ -181,11 +183,21 @@ def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Ru
         tp == 1 or config.sequence_parallel,
         "must be given with tensor parallelism: Megatron's MoE layer does not train without it",
     )
+    split = stage_problem(config)
+    yield "--num-layers", config.num_layers, not split, split
+    virtual = config.virtual_pipeline_model_parallel_size
     yield (
         "--num-layers-per-virtual-pipeline-stage",
-        config.virtual_pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size is None,
-        "virtual pipeline stages are not supported: shape and payload exchanges can cross and hang",
+        virtual,
+        virtual is None or not on_gloo(),
+        "must not be given with gloo, over which the exchanges of shapes and payloads cross and hang; use nccl",
+    )
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    yield (
+        "--expert-tensor-parallel-size",
+        etp,
+        etp == 1 or ep == 1 or not on_gloo(),
+        "must be 1 with expert parallelism over gloo, which gathers only parts of one size; pass 1 or use nccl",
     )
     yield (
         "variable_seq_lengths",
