@@ -215,7 +215,7 @@ REFUSED = [
     ),
     ("tensor_model_parallel_size", 4, "--tensor-model-parallel-size", "must divide --dsv4-o-groups \\(2\\)"),
     ("tensor_model_parallel_size", 2, "--sequence-parallel", "must be given with tensor parallelism"),
-    ("virtual_pipeline_model_parallel_size", 2, "--num-layers-per-virtual-pipeline-stage", "not supported"),
+    ("virtual_pipeline_model_parallel_size", 2, "--num-layers-per-virtual-pipeline-stage", "use nccl"),
     ("dsa_indexer_loss_coeff", 0.1, "--dsa-indexer-loss-coeff", "use --dsv4-indexer-loss-coeff"),
     ("pipeline_model_parallel_size", 2, "variable_seq_lengths", "must be true"),
     ("recompute_granularity", "selective", "--recompute-modules", "supports moe and shared_experts"),

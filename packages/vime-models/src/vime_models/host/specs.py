@@ -67,7 +67,7 @@ def stage_problem(config: TransformerConfig) -> str:
     """
     pipeline, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
-    if ends != (None, None) or config.pipeline_model_parallel_layout is not None:
+    if pipeline == 1 or ends != (None, None) or config.pipeline_model_parallel_layout is not None:
         return ""
     layers = config.num_layers
     extra = config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
