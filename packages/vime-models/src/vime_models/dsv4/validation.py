@@ -183,8 +183,6 @@ def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Ru
         tp == 1 or config.sequence_parallel,
         "must be given with tensor parallelism: Megatron's MoE layer does not train without it",
     )
-    split = stage_problem(config)
-    yield "--num-layers", config.num_layers, not split, split
     virtual = config.virtual_pipeline_model_parallel_size
     yield (
         "--num-layers-per-virtual-pipeline-stage",
@@ -206,6 +204,8 @@ def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Ru
         "must be true on the TransformerConfig with pipeline parallelism: stages exchange hc_mult · hidden_size "
         "channels; Megatron's argument validation resets it, so set it afterwards",
     )
+    split = stage_problem(config)
+    yield "--num-layers", config.num_layers, not split, split
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     yield (
         "--recompute-modules",
