@@ -209,7 +209,7 @@ class _GatherRows(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
         own = wide.new_empty(ctx.count, *grad.shape[1:])
         dist.reduce_scatter_tensor(own, wide, group=ctx.group)
