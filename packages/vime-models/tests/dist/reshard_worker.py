@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import serve
 from megatron.core import parallel_state
-from step import CONFIG, LENGTHS, TABLE, load, train_step, wrap
+from step import CONFIG, LENGTHS, TABLES, load, train_step, wrap
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_models.dsv4.arguments import add_arguments, launch_flags
@@ -82,7 +82,7 @@ def trainable(model: Any) -> torch.optim.Optimizer:
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """Release name to whole tensor."""
-    return {name: tensor.clone() for name, tensor in export_tensors([model], TABLE)}
+    return {name: tensor.clone() for name, tensor in export_tensors([model], TABLES[0])}
 
 
 def save_and_resume(layout: str) -> dict[str, Any]:

@@ -18,16 +18,19 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from vime_convert.dsv4.names import rule_table
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.reader import CheckpointReader
+from vime_convert.rules import RuleTable
 from vime_convert.verify.compare import relative
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.plugin import PLUGIN
 from vime_models.host import cpu
 
 CONFIG = next(case.config for case in PLUGIN.tiny_cases if case.name == "flash")
-TABLE = PLUGIN.rules(CONFIG)
+# By number of draft layers. The checkpoint has one; a model without it leaves it out.
+TABLES = [rule_table(CONFIG, draft_layers=drafts) for drafts in (0, 1)]
 # Pairs of one length, because the ranks of the allgather dispatcher must agree on it; even for sequence parallelism.
 LENGTHS = (144, 144, 132, 132)
 
@@ -63,9 +66,14 @@ def build(precision: str, **layout: Any) -> list[Any]:
     return [chunk.train() for chunk in chunks]
 
 
+def table(chunks: list[Any]) -> RuleTable:
+    """The rules of a model with or without a draft layer."""
+    return TABLES[chunks[0].config.mtp_num_layers or 0]
+
+
 def load(chunks: list[Any], directory: Path) -> list[Any]:
     """The same chunks, with the values of a checkpoint."""
-    load_checkpoint(chunks, CheckpointReader(directory), TABLE)
+    load_checkpoint(chunks, CheckpointReader(directory), table(chunks))
     return chunks
 
 
@@ -113,7 +121,7 @@ def train_step(wrapped: list[Any], precision: str) -> Step:
             seq_length=max(LENGTHS),
             micro_batch_size=1,
         )
-        grads = export_tensors(wrapped, TABLE, value=lambda p: getattr(p, "main_grad", None))
+        grads = export_tensors(wrapped, table(wrapped), value=lambda p: getattr(p, "main_grad", None))
         step.grads = {name: grad.clone() for name, grad in grads}
     return step
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import serve
 from layouts import LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS, REFUSED
-from step import CONFIG, TABLE, Step, build, difference, load, microbatches, train_step, wrap
+from step import CONFIG, TABLES, Step, build, difference, load, microbatches, train_step, wrap
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.tiny import make_tiny
@@ -25,14 +25,14 @@ from vime_convert.verify.margins import Margins
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4 import validation
 from vime_models.dsv4.config import DSv4OptionError
-from vime_models.dsv4.plugin import PLUGIN
+from vime_models.dsv4.tiny import init_tiny
 
 HERE = Path(sys.argv[1])
 
 
 def reference() -> dict[str, float]:
     """Writes the checkpoint and what one process computes with plain autograd; how close it came to a tie."""
-    make_tiny(CONFIG, HERE / "checkpoint", seed=0, plugin=PLUGIN)
+    make_tiny(CONFIG, HERE / "checkpoint", seed=0, table=TABLES[1], init=init_tiny)
     gap = float("inf")
     for precision in PRECISIONS:
         (model,) = load(build(precision), HERE / "checkpoint")
@@ -48,9 +48,17 @@ def reference() -> dict[str, float]:
                 loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:])
                 (loss / len(microbatches())).backward()
                 step.logits[number], step.losses[number] = logits.detach().transpose(0, 1), loss.item()
-        step.grads = dict(export_tensors([model], TABLE, value=lambda p: p.grad))
+        step.grads = dict(export_tensors([model], TABLES[0], value=lambda p: p.grad))
         torch.save(vars(step), HERE / f"{precision}.pt")
+        reference_with_draft(precision)
     return {"gap": gap}
+
+
+def reference_with_draft(precision: str) -> None:
+    """The same for a model with a draft layer, whose loss Megatron adds to the model's."""
+    chunks = load(build(precision, mtp_num_layers=1), HERE / "checkpoint")
+    step = train_step(wrap(chunks), precision)
+    torch.save(vars(step), HERE / f"{precision}-draft.pt")
 
 
 @contextmanager
@@ -91,7 +99,8 @@ def run(precision: str, plant: Callable[[Any], None] | None = None, **layout: An
 
 def equals_one_process(precision: str, **options: Any) -> dict[str, Any]:
     """How far a layout is from one process."""
-    return difference(run(precision, **options), Step(**torch.load(HERE / f"{precision}.pt")))
+    draft = "-draft" if options.get("mtp_num_layers") else ""
+    return difference(run(precision, **options), Step(**torch.load(HERE / f"{precision}{draft}.pt")))
 
 
 def unsummed_stream_gradients(model: Any) -> None:

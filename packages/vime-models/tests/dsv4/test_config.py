@@ -204,7 +204,7 @@ REFUSED = [
     ("moe_input_jitter_eps", 0.1, "--moe-input-jitter-eps", "no noise"),
     ("moe_router_force_load_balancing", True, "--moe-router-force-load-balancing", "at random"),
     ("moe_enable_routing_replay", True, "--moe-enable-routing-replay", "not supported yet"),
-    ("mtp_num_layers", 1, "--mtp-num-layers", "not trained"),
+    ("mtp_use_repeated_layer", True, "--mtp-use-repeated-layer", "its own weights"),
     ("fp32_residual_connection", True, "--fp32-residual-connection", "streams"),
     ("cuda_graph_impl", "local", "--cuda-graph-impl", "not supported"),
     (

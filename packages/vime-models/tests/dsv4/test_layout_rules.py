@@ -18,9 +18,13 @@ FLASH = TINY_CASES[0].config
         ({"pp": 2}, "--num-layers is 5: .*nearest: --decoder-last-pipeline-num-layers 2, 3 on each other"),
         ({"pp": 4}, "nearest: --decoder-first-pipeline-num-layers 2, 1 on each other stage"),
         ({"pp": 8}, "--num-layers is 5: .*or fewer stages"),
+        (
+            {"pp": 2, "pipeline_model_parallel_layout": "Et|ttttmL", "mtp_num_layers": 1},
+            "--mtp-num-layers is 1: .*leave out --pipeline-model-parallel-layout",
+        ),
         ({"pp": 1, "ep": 2, "tp": 2, "etp": 2}, "--expert-tensor-parallel-size is 2: .*over gloo"),
     ],
-    ids=["pp2", "pp4", "pp8", "ep2-etp2"],
+    ids=["pp2", "pp4", "pp8", "draft-with-layout", "ep2-etp2"],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DSv4OptionError, match=message):

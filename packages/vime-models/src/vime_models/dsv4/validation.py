@@ -154,7 +154,6 @@ def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[R
         "must not be given: the router is not Megatron's",
     )
     yield "--moe-enable-routing-replay", True, not config.moe_enable_routing_replay, "is not supported yet"
-    yield "--mtp-num-layers", config.mtp_num_layers, not config.mtp_num_layers, "draft layers are not trained"
     yield (
         "--fp32-residual-connection",
         True,
@@ -206,6 +205,20 @@ def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Ru
     )
     split = stage_problem(config)
     yield "--num-layers", config.num_layers, not split, split
+    drafts = config.mtp_num_layers
+    yield (
+        "--mtp-num-layers",
+        drafts,
+        not drafts or (config.context_parallel_size == 1 and config.pipeline_model_parallel_layout is None),
+        "draft layers are trained without context parallelism and on the stage of the last decoder layer; leave out "
+        "--pipeline-model-parallel-layout, or this flag",
+    )
+    yield (
+        "--mtp-use-repeated-layer",
+        True,
+        not config.mtp_use_repeated_layer,
+        "must not be given: each draft depth has its own weights",
+    )
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     yield (
         "--recompute-modules",
