@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import serve
 from megatron.core import parallel_state
-from step import CONFIG, LENGTHS, TABLES, load, train_step, wrap
+from step import CONFIG, LENGTHS, load, table, train_step, wrap
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_models.dsv4.arguments import add_arguments, launch_flags
@@ -35,6 +35,11 @@ FLAGS: dict[str, tuple[dict[str, int], str]] = {
     ),
     "pp2": ({"pp": 2}, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"),
     "dp2": ({}, ""),
+    "pp2-draft": (
+        {"pp": 2},
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 --mtp-num-layers 1",
+    ),
+    "dp2-draft": ({}, "--mtp-num-layers 1"),
 }
 
 
@@ -82,7 +87,7 @@ def trainable(model: Any) -> torch.optim.Optimizer:
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """Release name to whole tensor."""
-    return {name: tensor.clone() for name, tensor in export_tensors([model], TABLES[0])}
+    return {name: tensor.clone() for name, tensor in export_tensors([model], table([model]))}
 
 
 def save_and_resume(layout: str) -> dict[str, Any]:

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 from harness import launch
 
-RESUMED = ("tp2-ep2", "pp2")
-LOADED = ("tp2-ep2-to-pp2", "tp2-ep2-to-tp2-etp2", "tp2-ep2-to-dp2", "pp2-to-tp2-ep2")
+RESUMED = ("tp2-ep2", "pp2", "pp2-draft")
+LOADED = (
+    "tp2-ep2-to-pp2",
+    "tp2-ep2-to-tp2-etp2",
+    "tp2-ep2-to-dp2",
+    "pp2-to-tp2-ep2",
+    "pp2-draft-to-dp2-draft",
+)
 
 pytestmark = pytest.mark.dist
 
