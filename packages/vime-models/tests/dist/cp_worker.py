@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ MICROBATCHES: dict[str, dict[str, Any]] = {
     "zigzag": {"lengths": (37, 259, 130, 83), "mode": "zigzag", "pad_multiple": 3},
     "bshd": {"lengths": (301, 512), "fmt": "bshd", "max_seqlen": 512},
     "bshd-zigzag": {"lengths": (512, 400), "fmt": "bshd", "max_seqlen": 512, "mode": "zigzag"},
-    "long": {"lengths": (37, 571, 130, 274)},
+    "long": {"lengths": (37, 571, 130, 278)},
 }
 
 
@@ -74,15 +75,16 @@ def build(precision: str, **options: Any) -> Any:
 def split_over(layout: PackLayout, tp: int = 1) -> PackLayout:
     """The layout as this rank of context parallelism sees it."""
     size, rank = dist.get_world_size() // tp, dist.get_rank() // tp
-    fields = {name: getattr(layout, name) for name in layout.__dataclass_fields__}
-    return PackLayout(**fields | {"cp_size": size, "cp_rank": rank})
+    return replace(layout, cp_size=size, cp_rank=rank)
 
 
-def packing(layout: PackLayout) -> PackedSeqParams | None:
+def packing(layout: PackLayout, attached: PackLayout | None = None) -> PackedSeqParams | None:
     if layout.fmt == "bshd":
         return None
     cu_seqlens = torch.from_numpy(layout.cu_seqlens)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    return VimePackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, layout=attached
+    )
 
 
 def real_rows(layout: PackLayout) -> list[torch.Tensor]:
@@ -104,10 +106,12 @@ def tokens(layout: PackLayout) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def logits_of(model: Any, layout: PackLayout, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[rows, vocabulary] of the given rows of the stream."""
+def logits_of(
+    model: Any, layout: PackLayout, rows: torch.Tensor, ids: torch.Tensor, attached: PackLayout | None = None
+) -> torch.Tensor:
+    """[rows, vocabulary] of the given rows of the stream; `attached` goes along with the microbatch."""
     batch = len(layout.lengths) if layout.fmt == "bshd" else 1
-    logits = model(ids[rows].view(batch, -1), None, None, packed_seq_params=packing(layout))
+    logits = model(ids[rows].view(batch, -1), None, None, packed_seq_params=packing(layout, attached))
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         logits = gather_from_tensor_model_parallel_region(logits)
     return logits.flatten(0, 1)[:, : CONFIG["vocab_size"]]
@@ -142,7 +146,9 @@ def alone(precision: str, name: str, tp: int = 1) -> tuple[torch.Tensor, dict[st
     return logits.detach()[torch.cat(real_rows(layout))], grads, min(margins.topk, *gaps)
 
 
-def equals_one_rank(precision: str, name: str, tp: int = 1, **options: Any) -> dict[str, Any]:
+def equals_one_rank(
+    precision: str, name: str, tp: int = 1, attach: str = "", **options: Any
+) -> dict[str, Any]:
     """Largest relative differences, with data parallelism's sum of gradients."""
     expected, expected_grads, gap = alone(precision, name, tp)
     layout = split_over(PackLayout(**MICROBATCHES[name]), tp)
@@ -152,7 +158,8 @@ def equals_one_rank(precision: str, name: str, tp: int = 1, **options: Any) -> d
     with running_in(PRECISIONS[precision]), cpu.cuda_literals_to_cpu():
         wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         wrapped.zero_grad_buffer()
-        logits = logits_of(wrapped, layout, rows, ids)
+        attached = replace(layout, query_order=attach) if attach else None
+        logits = logits_of(wrapped, layout, rows, ids, attached)
         # Gradients are averaged over context-parallel ranks; Megatron's schedule multiplies losses as this does.
         (loss_of(logits, labels, rows) * layout.cp_size).backward()
         finalize_model_grads([wrapped])
@@ -361,11 +368,8 @@ def refusals() -> dict[str, str]:
     layout = split_over(PackLayout((512,), mode="zigzag"))
 
     def wrong_layout(**fields: Any) -> Callable[[], Any]:
-        cu_seqlens = torch.from_numpy(layout.cu_seqlens)
-        fields = {"lengths": (512,), "mode": "zigzag", "cp_size": size, "cp_rank": rank} | fields
-        packed = VimePackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, layout=PackLayout(**fields)
-        )
+        given = {"lengths": (512,), "mode": "zigzag", "query_order": "contiguous"} | fields
+        packed = packing(layout, PackLayout(**given, cp_size=size, cp_rank=rank))
         ids = torch.zeros(1, layout.local_rows, dtype=torch.int64)
         return lambda: model(ids, None, None, packed_seq_params=packed)
 
@@ -377,6 +381,7 @@ def refusals() -> dict[str, str]:
         "fewer rows than the window": unpacked(64),
         "groups straddle ranks": unpacked(192),
         "another order": wrong_layout(mode="contiguous"),
+        "another order of queries": wrong_layout(query_order="local"),
         "other lengths": wrong_layout(lengths=(256, 256)),
     }.items():
         try:
@@ -399,6 +404,7 @@ CASES: dict[str, Callable[[], Any]] = {
         for name in MICROBATCHES
         for precision in PRECISIONS
     },
+    "zigzag-attached-float64": partial(equals_one_rank, "float64", "zigzag", attach="contiguous"),
     "one-by-one": one_by_one,
     "balance-moves-rows": balance_moves_rows,
     **{f"balance-keeps-bits-{name}": partial(balance_keeps_bits, name) for name in MICROBATCHES},

@@ -14,7 +14,7 @@ TWO = [
     f"{name}-{precision}"
     for name in ("contiguous", "zigzag", "bshd", "bshd-zigzag", "contiguous-balanced", "bshd-zigzag-balanced")
     for precision in LIMITS
-]
+] + ["zigzag-attached-float64"]
 FOUR = [f"{name}-{p}" for name in ("long", "long-balanced", "tp2-zigzag", "tp2-bshd") for p in LIMITS]
 BITS = [f"balance-keeps-bits-{name}" for name in ("contiguous", "zigzag", "bshd")]
 MISTAKES = (
@@ -33,6 +33,7 @@ REFUSALS = {
     "fewer rows than the window": "at least the window (128), got 64; pad to 512 rows, or use",
     "groups straddle ranks": "a multiple of 512 (2 * cp_size * 128), got 384; pass 512",
     "another order": "--dsv4-cp-layout must be the order in which the trainer hands out rows",
+    "another order of queries": "('zigzag', 'zigzag', 2, ",
     "other lengths": "expected [0, 256, 512], got [0, 512]; build both from one PackLayout",
 }
 

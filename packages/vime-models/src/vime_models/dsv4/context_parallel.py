@@ -69,17 +69,19 @@ class ContextParallel:
         tokens = layout.pack(hidden)
         if self.group.size() == 1 or self.mode == "contiguous":
             return tokens
-        order, send, receive, place = _plan(self._pack_layout(hidden, packed), hidden.device)
-        return all_to_all(self.group, tokens[order], receive, send)[place]
+        plan = _plan(self._pack_layout(hidden, packed), hidden.device)
+        moved = all_to_all(self.group, tokens.index_select(0, plan.send), plan.recv_counts, plan.send_counts)
+        return moved.index_select(0, plan.recv)
 
     def leave(
         self, tokens: torch.Tensor, hidden: torch.Tensor, packed: PackedSeqParams | None, layout: TokenLayout
     ) -> torch.Tensor:
         """The inverse of `enter`; `hidden` is what was given to it."""
         if self.group.size() > 1 and self.mode == "zigzag":
-            order, send, receive, place = _plan(self._pack_layout(hidden, packed), hidden.device)
-            # Undoing the last step of `enter` first: place and order are permutations.
-            tokens = all_to_all(self.group, tokens[place.argsort()], send, receive)[order.argsort()]
+            plan = _plan(self._pack_layout(hidden, packed), hidden.device)
+            back = tokens.index_select(0, plan.recv_inverse)
+            moved = all_to_all(self.group, back, plan.send_counts, plan.recv_counts)
+            tokens = moved.index_select(0, plan.send_inverse)
         return layout.unpack(tokens)
 
     def with_halo(self, tokens: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -140,6 +142,10 @@ class ContextParallel:
         """The inverse of `balance`."""
         return row_balance.restore(rows, layout, self.group) if self._balances(layout) else rows
 
+    @property
+    def _query_order(self) -> Any:
+        return "balanced" if self.balanced else "contiguous"
+
     def _balances(self, layout: TokenLayout) -> bool:
         return self.balanced and layout.halo > 0
 
@@ -148,7 +154,7 @@ class ContextParallel:
         size, rank = self.group.size(), self.group.rank()
         total = length * size
         if packed is None or packed.qkv_format != "thd":
-            return _described((total,) * batch, "bshd", size, rank, self.mode, self.balanced)
+            return _described((total,) * batch, "bshd", size, rank, self.mode, self._query_order)
         if packed.local_cp_size not in (None, size):
             raise ValueError(
                 f"vime_models.dsv4: expected a context-parallel group of {size} ranks for every microbatch, got "
@@ -157,45 +163,57 @@ class ContextParallel:
         given: PackLayout | None = getattr(packed, "layout", None)
         cu_seqlens = packed_lengths(packed)
         if given is not None:
-            asked, found = (self.mode, size, rank), (given.mode, given.cp_size, given.cp_rank)
+            consumed = given.mode if given.query_order == "local" else given.query_order
+            asked = (self.mode, self._query_order, size, rank)
+            found = (given.mode, consumed, given.cp_size, given.cp_rank)
             if asked != found:
                 raise ValueError(
-                    f"vime_models.dsv4: expected a PackLayout with (mode, cp_size, cp_rank) = {asked}, got {found}; "
-                    "--dsv4-cp-layout must be the order in which the trainer hands out rows"
+                    f"vime_models.dsv4: expected a PackLayout with (mode, query_order, cp_size, cp_rank) = {asked}, "
+                    f"got {found}; --dsv4-cp-layout must be the order in which the trainer hands out rows, and queries "
+                    "are consumed in contiguous order, or balanced with --dsv4-cp-balance"
                 )
             if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
                 given.check(cu_seqlens.numpy())
             return given
         if self.mode == "contiguous" or cu_seqlens is None:
             # A contiguous split does not depend on the sequences.
-            return _described((total,), "thd", size, rank, "contiguous", self.balanced)
+            return _described((total,), "thd", size, rank, "contiguous", self._query_order)
         # One device read per microbatch, remembered on its packing object; a trainer that attaches a layout spares it.
         packed.layout = PackLayout.from_cu_seqlens(
             cu_seqlens.tolist(),
             cp_size=size,
             cp_rank=rank,
             mode=self.mode,
-            query_order="balanced" if self.balanced else "contiguous",
+            query_order=self._query_order,
         )
         return packed.layout
 
 
 @lru_cache(maxsize=64)
-def _described(
-    lengths: tuple[int, ...], fmt: Any, size: int, rank: int, mode: Any, balanced: bool
-) -> PackLayout:
-    order: Any = "balanced" if balanced else "contiguous"
+def _described(lengths: tuple[int, ...], fmt: Any, size: int, rank: int, mode: Any, order: Any) -> PackLayout:
     return PackLayout(lengths, fmt, cp_size=size, cp_rank=rank, mode=mode, query_order=order)
 
 
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """`vime_replay.layout.Exchange` on the device: both permutations and their inverses."""
+
+    send: torch.Tensor
+    recv: torch.Tensor
+    send_inverse: torch.Tensor
+    recv_inverse: torch.Tensor
+    send_counts: list[int]
+    recv_counts: list[int]
+
+
 @lru_cache(maxsize=8)
-def _plan(
-    layout: PackLayout, device: torch.device
-) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+def _plan(layout: PackLayout, device: torch.device) -> _Plan:
     # Shared by all layers of a microbatch.
     exchange = layout.exchange("local", "contiguous")
-    order, place = (torch.from_numpy(rows).to(device) for rows in (exchange.send_order, exchange.recv_order))
-    return order, list(exchange.send_counts), list(exchange.recv_counts), place
+    permutations = (exchange.send_order, exchange.recv_order)
+    send, recv = (torch.from_numpy(rows).to(device) for rows in permutations)
+    counts = list(exchange.send_counts), list(exchange.recv_counts)
+    return _Plan(send, recv, send.argsort(), recv.argsort(), *counts)
 
 
 class _GatherRows(torch.autograd.Function):
