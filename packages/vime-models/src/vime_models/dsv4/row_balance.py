@@ -4,7 +4,8 @@
 Late queries see more compressed entries than early ones, so the last of C contiguous ranks scores up to twice the
 average. Here the stream (or each row of a batch) is cut into 2·C equal chunks and rank r computes the queries of
 chunks r and 2·C - 1 - r. Keys are addressed in the whole stream, so each query's result is the same bits wherever it
-is computed; gradients of shared keys differ by the order of a sum.
+is computed; gradients of shared keys differ by the order of a sum. For one long sequence or equal ones the busiest rank
+does at most 1.04 times the average; a stream of very unequal sequences stays uneven, because the cut ignores borders.
 """
 
 from dataclasses import replace
