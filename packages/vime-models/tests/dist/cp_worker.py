@@ -35,7 +35,7 @@ from vime_models.dsv4 import attention, row_balance
 from vime_models.dsv4.context_parallel import ContextParallel
 from vime_models.dsv4.plugin import PLUGIN
 from vime_models.dsv4.thd import TokenLayout, token_layout
-from vime_models.host import cpu
+from vime_models.host import bringup, cpu
 from vime_models.host.microbatch import VimePackedSeqParams
 from vime_replay.layout import LayoutError, PackLayout
 
@@ -54,7 +54,7 @@ MICROBATCHES: dict[str, dict[str, Any]] = {
     "zigzag": {"lengths": (37, 259, 130, 83), "mode": "zigzag", "pad_multiple": 3},
     "bshd": {"lengths": (301, 512), "fmt": "bshd", "max_seqlen": 512},
     "bshd-zigzag": {"lengths": (512, 400), "fmt": "bshd", "max_seqlen": 512, "mode": "zigzag"},
-    "long": {"lengths": (37, 571, 130, 278)},
+    "long": {"lengths": (90, 571, 130, 225)},
 }
 
 
@@ -200,7 +200,9 @@ def one_by_one() -> dict[str, list[float]]:
 
 def balance_moves_rows() -> dict[str, bool]:
     """Row numbers as contents: where they arrive, and that they come back."""
-    group, size, rank = parallel_state.get_context_parallel_group(), dist.get_world_size(), dist.get_rank()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    bringup.init_world(cp=size)
+    group = parallel_state.get_context_parallel_group()
     found = {}
     for name, layout in {
         "thd": PackLayout((size * 150,), cp_size=size, cp_rank=rank),
