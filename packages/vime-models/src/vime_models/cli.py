@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vime-models args`: the Megatron launch flags of a checkpoint, printed or compared with given ones.
+`vime-models plan`: memory and traffic of a parallel layout of it.
 
-Needs neither Megatron nor a device: it reads `config.json` only.
+Both need neither Megatron nor a device: they read `config.json` only.
 """
 
 import argparse
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from vime_convert.refused import refuse_known
+from vime_models import plan
 from vime_models.host.args import UnknownFlagError, check_unknown_flags
 
 OK, DIFFERENT, UNUSABLE = 0, 1, 2
 
 # Each module has `add_arguments(parser)` and `launch_flags(config) -> words`.
 ARGUMENTS_OF = {"deepseek_v4": "vime_models.dsv4.arguments"}
+# Each module has the counts that `vime_models.plan` reads.
+SIZES_OF = {"deepseek_v4": "vime_models.dsv4.sizes"}
 
 
 def split_flags(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -63,18 +67,20 @@ def differences(expected: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 fine, 1 flags differ, 2 unusable input."""
+    """Run the command line; 0 fine, 1 flags differ or the layout needs more memory, 2 unusable input."""
     words = list(sys.argv[1:] if argv is None else argv)
     # Split here: what follows -- belongs to another program and must not be parsed.
     end = words.index("--") if "--" in words else len(words)
     own, given = words[:end], words[end + 1 :]
     options = _parser().parse_args(own)
-    if given and not options.check:
+    if given and not getattr(options, "check", False):
         sys.stderr.write("vime-models: flags after -- need --check before it\n")
         return UNUSABLE
     try:
         config = _read_config(options.hf)
-        module = _arguments_module(config)
+        if options.command == "plan":
+            return _plan(config, options)
+        module = _plugin_module(ARGUMENTS_OF, config)
         expected = module.launch_flags(config)
         if not options.check:
             lines = [shlex.join((flag, *values)) for flag, values in split_flags(expected).items()]
@@ -112,7 +118,63 @@ def _parser() -> ArgumentParser:
     )
     args.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder with config.json")
     args.add_argument("--check", action="store_true", help="compare with the flags that follow --")
+    planner = commands.add_parser(
+        "plan",
+        help="memory and traffic of a layout",
+        description="Print memory per rank, bytes sent over each group per step, and Megatron's flags. Sizes that are "
+        "not given are chosen: the layout that fits with the least estimated time.",
+    )
+    planner.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder with config.json")
+    planner.add_argument("--gpus", type=int, required=True, metavar="N", help="all GPUs")
+    for size, text in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
+        planner.add_argument(f"--{size}", type=int, metavar="N", help=f"{text} parallelism (default: chosen)")
+    planner.add_argument("--recompute", choices=plan.RECOMPUTE, help="(default: chosen)")
+    planner.add_argument("--etp", type=int, metavar="N", help="expert tensor parallelism (default: 1)")
+    planner.add_argument(
+        "--seq-len", type=int, metavar="T", help=f"tokens of a microbatch (default: {plan.Layout.seq_len})"
+    )
+    planner.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help=f"microbatches of a step, all ranks (default: {plan.Layout.batch})",
+    )
+    planner.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="(default: bf16)")
+    planner.add_argument(
+        "--memory-gb",
+        type=float,
+        default=plan.DEVICE_GB,
+        metavar="GB",
+        help=f"what a rank may use (default: {plan.DEVICE_GB:g}, an H200 with room for the framework)",
+    )
     return parser
+
+
+def _plan(config: dict[str, Any], options: argparse.Namespace) -> int:
+    sizes = _plugin_module(SIZES_OF, config)
+    hf = sizes.read_config(config)
+    fields = ("tp", "pp", "ep", "cp", "recompute", "etp", "seq_len", "batch")
+    given = {name: value for name in fields if (value := getattr(options, name)) is not None}
+    width = 2 if options.dtype == "bf16" else 4
+    layout = plan.Layout(options.gpus, bytes_per_value=width, **given)
+    chosen = {"tp", "pp", "ep", "cp", "recompute"} - given.keys()
+    if chosen:
+        plan.check(hf, layout, {f"--{name.replace('_', '-')}" for name in given} - {"--batch"})
+        found = plan.suggest(hf, sizes, layout, frozenset(given), options.memory_gb)
+        if found is None:
+            raise plan.PlanError(
+                f"vime-models: no layout of {options.gpus} GPUs with the given sizes fits into "
+                f"{options.memory_gb:g} GB a rank; give all sizes to see what one needs, or use more GPUs"
+            )
+        layout = found
+    sys.stdout.write(f"{plan.text(hf, sizes, layout)}\n\n" + "\n".join(plan.flags(hf, layout)) + "\n")
+    most = max(stage.total for stage in plan.stages(hf, sizes, layout)) / plan.GB
+    if most > options.memory_gb:
+        sys.stderr.write(
+            f"vime-models: the fullest rank needs {most:.0f} GB, more than {options.memory_gb:g} GB\n"
+        )
+        return DIFFERENT
+    return OK
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -128,15 +190,15 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _arguments_module(config: dict[str, Any]) -> Any:
+def _plugin_module(modules: dict[str, str], config: dict[str, Any]) -> Any:
     model_type = config.get("model_type")
     refuse_known(model_type)
-    if model_type not in ARGUMENTS_OF:
+    if model_type not in modules:
         raise ValueError(
-            f"vime-models: expected model_type out of {', '.join(sorted(ARGUMENTS_OF))}, got {model_type!r}; "
+            f"vime-models: expected model_type out of {', '.join(sorted(modules))}, got {model_type!r}; "
             "no plugin trains it"
         )
-    return import_module(ARGUMENTS_OF[model_type])
+    return import_module(modules[model_type])
 
 
 def _number(word: str) -> float | None:

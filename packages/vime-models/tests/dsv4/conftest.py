@@ -146,28 +146,28 @@ def build(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
     return build
 
 
+def make_twin(case: TinyCase, chosen: Precision, directory: Path, ours: Any) -> Twin:
+    """Our model and transformers' of the checkpoint in `directory`, with token ids that suit both."""
+    with running_in(chosen):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=chosen.dtype, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+    ids = draw_ids(theirs, chosen, case)
+    return Twin(case, chosen, directory, PLUGIN.rules(case.config), ours, theirs, ids)
+
+
+@pytest.fixture(scope="session")
+def twin_of() -> Callable[..., Twin]:
+    """For a model that is not one of the cases."""
+    return make_twin
+
+
 @pytest.fixture(scope="session")
 def twin(checkpoint: Callable[[str], Path], build: Callable[..., Any]) -> Callable[..., Twin]:
     """Both programs on a case's checkpoint; shared, so restore what a test changes."""
 
     @cache
     def make(name: str, precision: str = "float32") -> Twin:
-        case, chosen, directory = CASES[name], PRECISIONS[precision], checkpoint(name)
-        with running_in(chosen):
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=chosen.dtype,
-                attn_implementation="eager",
-                experts_implementation="eager",
-            ).eval()
-        return Twin(
-            case,
-            chosen,
-            directory,
-            PLUGIN.rules(case.config),
-            build(name, precision),
-            theirs,
-            draw_ids(theirs, chosen, case),
-        )
+        return make_twin(CASES[name], PRECISIONS[precision], checkpoint(name), build(name, precision))
 
     return make

@@ -60,7 +60,8 @@ def test_launch_flags_rebuild_the_options_and_pass_validation(cfg):
 
 def test_flag_defaults_are_what_the_releases_share():
     args = add_arguments(ArgumentParser()).parse_args([])
-    assert (args.dsv4_impl, args.dsv4_kernels, args.dsv4_qat) == ("vime", "auto", "off")
+    assert (args.dsv4_impl, args.dsv4_kernels, args.dsv4_qat) == ("vime", "auto", "rollout")
+    assert (args.dsv4_train_indexer, args.dsv4_indexer_loss_coeff) == ("off", 1.0)
     assert (args.dsv4_window_size, args.dsv4_hc_mult, args.dsv4_hc_sinkhorn_iters) == (128, 4, 20)
     assert (args.dsv4_compress_rope_theta, args.dsv4_yarn_factor, args.dsv4_n_hash_layers) == (
         160000.0,
@@ -125,6 +126,8 @@ def test_a_missing_flag_is_named():
         ("impl", "native", "must be one of vime, miles, megatron"),
         ("kernels", "cuda", "must be one of auto, triton, torch"),
         ("qat", "fp8", "must be one of off, rollout, deepseek, miles"),
+        ("train_indexer", "on", "must be one of off, warmup, joint"),
+        ("indexer_loss_coeff", 0.0, "must be positive"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -134,11 +137,42 @@ def test_options_out_of_range_name_flag_value_and_rule(field, value, rule):
     assert f"{FLAG_OF[field]} is {value!r}" in str(error.value)
 
 
-@pytest.mark.parametrize("qat", ["rollout", "deepseek", "miles"])
-def test_quantisation_simulation_is_refused(qat):
-    config = transformer_config(FLASH, dtype=torch.float32)
-    with pytest.raises(DSv4OptionError, match=f"--dsv4-qat is '{qat}': .* pass off"):
-        DSv4Options.from_hf(FLASH, qat=qat).validate(config)
+def test_a_checkpoint_that_fills_whole_blocks_trains_with_the_default_quantisation():
+    wide = FLASH | {"head_dim": 80, "index_head_dim": 128}
+    assert "--dsv4-qat" not in launch_flags(wide)
+    words = launch_flags(FLASH)
+    assert words[words.index("--dsv4-qat") + 1] == "off"
+
+
+NARROW = [
+    ("rollout", {"head_dim": 48}, "needs head_dim - rope_dim \\(32\\) to be a multiple of 64; pass off"),
+    ("rollout", {"index_head_dim": 64}, "needs --dsa-indexer-head-dim \\(64\\) to be a multiple of 128"),
+    ("deepseek", {"index_head_dim": 96}, "needs --dsa-indexer-head-dim \\(96\\) to be a power of two"),
+    ("deepseek", {"hidden_size": 48}, "needs --hidden-size \\(48\\) to be a multiple of 32"),
+    ("deepseek", {"moe_intermediate_size": 16}, "needs --moe-ffn.* \\(16\\) to be a multiple of 32"),
+]
+
+
+@pytest.mark.parametrize("qat, sizes, rule", NARROW, ids=[f"{q}-{next(iter(s))}" for q, s, _ in NARROW])
+def test_widths_that_leave_a_block_unfilled_are_refused(qat, sizes, rule):
+    config = FLASH | {"head_dim": 80, "index_head_dim": 128} | sizes
+    with pytest.raises(DSv4OptionError, match=f"--dsv4-qat is '{qat}': {rule}"):
+        transformer_config(config, dtype=torch.float32, qat=qat)
+
+
+def test_a_mode_that_rounds_expert_weights_needs_the_local_experts():
+    wide = FLASH | {"head_dim": 80, "index_head_dim": 128}
+    config = transformer_config(wide, dtype=torch.float32, qat="deepseek")
+    config.gradient_accumulation_fusion = True
+    with pytest.raises(DSv4OptionError, match="needs --transformer-impl local and"):
+        config.vime_dsv4.validate(config)
+
+
+def test_training_the_indexer_needs_one():
+    with pytest.raises(DSv4OptionError, match="--dsv4-train-indexer is 'joint': no layer has an indexer"):
+        transformer_config(
+            FLASH | {"compress_ratios": [0, 0, 0, 128, 128]}, dtype=torch.float32, train_indexer="joint"
+        )
 
 
 REFUSED = [
@@ -170,19 +204,19 @@ REFUSED = [
     ("moe_input_jitter_eps", 0.1, "--moe-input-jitter-eps", "no noise"),
     ("moe_router_force_load_balancing", True, "--moe-router-force-load-balancing", "at random"),
     ("moe_enable_routing_replay", True, "--moe-enable-routing-replay", "not supported yet"),
-    ("mtp_num_layers", 1, "--mtp-num-layers", "not trained"),
+    ("mtp_use_repeated_layer", True, "--mtp-use-repeated-layer", "its own weights"),
     ("fp32_residual_connection", True, "--fp32-residual-connection", "streams"),
     ("cuda_graph_impl", "local", "--cuda-graph-impl", "not supported"),
     (
         "tensor_model_parallel_size",
         3,
         "--tensor-model-parallel-size",
-        "must divide --num-attention-heads \\(4\\)",
+        "must divide --num-attention-heads \\(4\\); nearest valid value: 2",
     ),
     ("tensor_model_parallel_size", 4, "--tensor-model-parallel-size", "must divide --dsv4-o-groups \\(2\\)"),
     ("tensor_model_parallel_size", 2, "--sequence-parallel", "must be given with tensor parallelism"),
-    ("context_parallel_size", 2, "--context-parallel-size", "not supported yet"),
-    ("virtual_pipeline_model_parallel_size", 2, "--num-layers-per-virtual-pipeline-stage", "not supported"),
+    ("virtual_pipeline_model_parallel_size", 2, "--num-layers-per-virtual-pipeline-stage", "use nccl"),
+    ("dsa_indexer_loss_coeff", 0.1, "--dsa-indexer-loss-coeff", "use --dsv4-indexer-loss-coeff"),
     ("pipeline_model_parallel_size", 2, "variable_seq_lengths", "must be true"),
     ("recompute_granularity", "selective", "--recompute-modules", "supports moe and shared_experts"),
 ]

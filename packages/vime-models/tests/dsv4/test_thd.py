@@ -5,7 +5,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from vime_models.dsv4.thd import local_positions, token_layout
+from vime_kernels.dsa import gated_pool
+from vime_models.dsv4.thd import TokenLayout, local_positions, token_layout
+from vime_replay.layout import PackLayout
 
 LENGTHS = [1, 3, 127, 128, 129, 4, 133]
 
@@ -73,3 +75,53 @@ def test_positions_restart_and_empty_sequences_are_skipped():
 def test_impossible_packing_is_refused(shape, packing, message):
     with pytest.raises(ValueError, match=message):
         token_layout(torch.zeros(shape), packing)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("fmt", ["thd", "bshd"])
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_offsets_are_those_of_the_pack_layout(fmt, size, ratio):
+    lengths = (200, 1, 259, 3, 500) if fmt == "thd" else (384 * size,) * 2
+    for rank in range(size):
+        pack = PackLayout(lengths, fmt, cp_size=size, cp_rank=rank)
+        batch = 1 if fmt == "thd" else len(lengths)
+        packing = packed([*pack.cu_seqlens[1:] - pack.cu_seqlens[:-1]]) if fmt == "thd" else None
+        hidden = torch.zeros(pack.local_rows // batch, batch, 1)
+        halo = 128 if size > 1 else 0
+        layout = token_layout(hidden, packing, cp_size=size, cp_rank=rank, halo=halo)
+        sample, position = pack.owners("contiguous")
+        assert layout.rows.tolist() == pack.rows("contiguous").tolist()
+        assert layout.positions.tolist() == position.tolist()
+        starts, ends = layout.visible(ratio)
+        offsets = torch.from_numpy(pack.key_offsets(ratio))
+        inside = torch.from_numpy(sample >= 0)
+        assert torch.equal(starts[inside].long(), offsets[torch.from_numpy(sample)[inside]])
+        assert torch.equal((ends - starts).long(), (torch.from_numpy(position) + 1) // ratio)
+
+
+@pytest.mark.parametrize("ratio, overlap", [(4, True), (128, False)])
+@pytest.mark.parametrize("lengths", [(700,), (37, 259, 130, 86), (1, 3, 127, 128, 129, 124)], ids=str)
+def test_ranks_pool_every_entry_once_and_alike(lengths, ratio, overlap):
+    """Token numbers as values and equal weights: an entry's value says which tokens it was made of."""
+    generator = torch.Generator().manual_seed(0)
+    size, total = 2, sum(lengths)
+    length = total // size
+    values = torch.randn(total, 2, dtype=torch.float64, generator=generator)
+    scores = torch.randn(total, 2, dtype=torch.float64, generator=generator)
+    ape = torch.zeros(ratio, 2, dtype=torch.float64)
+    cu_seqlens = packed(lengths).cu_seqlens_q
+    whole, cu_entries = gated_pool(values, scores, ape, cu_seqlens, ratio, overlap=overlap)
+    seen = []
+    for rank in range(size):
+        start = rank * length
+        starts = torch.tensor([start], dtype=torch.int32)
+        layout = TokenLayout(cu_seqlens, starts, length, None, halo=128)
+        reach, cu_pools, first = layout.pools(ratio, overlap=overlap)
+        rows = torch.arange(start - reach, start + length).clamp(min=0)
+        pooled, _ = gated_pool(values[rows], scores[rows], ape, cu_pools, ratio, overlap=overlap)
+        numbers, count = layout.owned_entries(ratio)
+        owned = numbers[0, : int(count)].tolist()
+        mine = pooled[int(first) : int(first) + len(owned)]
+        torch.testing.assert_close(mine, whole[owned], rtol=0, atol=1e-14)
+        seen += owned
+    assert seen == list(range(int(cu_entries[-1])))

@@ -3,12 +3,13 @@
 
 Dialects: `release` (the published files), `dpsk-hf` (SGLang and miles), `hf-module` (the `state_dict()` of
 transformers, experts stacked), `hf-save-5.24` (what `save_pretrained` of transformers 5.24 writes) and
-`hf-save-5.12` (the same of 5.12, read only). The draft layers `mtp.*` are carried between dialects but have no
-Megatron parameters. Source of the names: the release's index file, and the state_dict and save_pretrained output of
-transformers 5.24, which tests compare with this table.
+`hf-save-5.12` (the same of 5.12, read only). The draft layers `mtp.*` are carried between dialects; only a table made
+with `draft_layers` has Megatron parameters for them. Source of the names: the release's index file, and the state_dict
+and save_pretrained output of transformers 5.24, which tests compare with this table.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from vime_convert.dialects import Dialect, Fused
 from vime_convert.dsv4.config_forms import folded, released
 from vime_convert.dsv4.hf_config import MODEL_TYPE, DSv4HFConfig, read_config
+from vime_convert.errors import ConfigError
 from vime_convert.rules import Rule, RuleTable
 
 # Names within one layer: release, and the module of transformers.
@@ -147,22 +149,30 @@ def dialects(config: DSv4HFConfig) -> tuple[Dialect, ...]:
     )
 
 
-def rule_table(cfg: Mapping[str, Any]) -> RuleTable:
+def rule_table(cfg: Mapping[str, Any], *, draft_layers: int = 0) -> RuleTable:
     """All rules of a DeepSeek-V4 model.
 
     Args:
         cfg: the parsed `config.json`.
+        draft_layers: how many `mtp.*` layers the Megatron model has; of others, nothing is loaded or exported.
 
     Raises:
         ConfigError: the config is outside what is supported.
     """
     config = read_config(cfg)
+    if not 0 <= draft_layers <= config.num_mtp_layers:
+        raise ConfigError(
+            f"num_nextn_predict_layers: expected at least {draft_layers} to train, got {config.num_mtp_layers}"
+        )
+    block = (*_attention_rules(config), *_moe_rules(config))
+    drafts = _draft_rules(config, block, tuple(range(draft_layers))) if draft_layers else []
     return RuleTable(
         model_type=MODEL_TYPE,
         num_layers=config.num_layers,
-        rules=(*_global_rules(config), *_attention_rules(config), *_moe_rules(config)),
+        rules=(*_global_rules(config), *block, *drafts),
         dialects=dialects(config),
-        ignored=(r"mtp\..*",),
+        # Copies of the model's own embedding and head that some releases store with a draft layer.
+        ignored=(r"mtp\.\d+\.(?:emb|head)\..*",) if draft_layers else (r"mtp\..*",),
         schedules=("compress_ratios", "layer_types", "mlp_layer_types"),
     )
 
@@ -232,6 +242,36 @@ def _attention_rules(c: DSv4HFConfig) -> list[Rule]:
                 rule(mcore + "weights_proj.weight", hf + "weights_proj.weight", heads, width),
                 *_compressor_rules(rule, "indexer.", ratio, dim, width),
             ]
+    return rules
+
+
+def _draft_rules(c: DSv4HFConfig, block: Sequence[Rule], layers: tuple[int, ...]) -> list[Rule]:
+    """Rules of the draft layers: a block of ratio 0 that routes by score, its input and its own head."""
+    n, width, fp32 = c.hc_mult, c.hidden_size, torch.float32
+    decoder, draft = "decoder.layers.{layer}.", "mtp.layers.{layer}."
+    rules = [
+        replace(
+            rule,
+            mcore=rule.mcore.replace(decoder, draft + "mtp_model_layer."),
+            hf=tuple("mtp" + name.removeprefix("layers") for name in rule.hf),
+            layers=layers,
+        )
+        for rule in block
+        if not any(part in rule.mcore for part in ("compressor", "indexer", "tid2eid"))
+    ]
+    if c.num_hash_layers == c.num_layers:
+        raise ConfigError("num_hash_layers: expected fewer than num_hidden_layers to train a draft layer")
+    for leaf, hf, shape, dtype in (
+        ("enorm.weight", "enorm.weight", (width,), torch.bfloat16),
+        ("hnorm.weight", "hnorm.weight", (width,), torch.bfloat16),
+        ("e_proj.weight", "e_proj.weight", (width, width), torch.bfloat16),
+        ("h_proj.weight", "h_proj.weight", (width, width), torch.bfloat16),
+        ("final_layernorm.weight", "norm.weight", (width,), torch.bfloat16),
+        ("final_layernorm.hc_head_fn", "hc_head_fn", (n, n * width), fp32),
+        ("final_layernorm.hc_head_base", "hc_head_base", (n,), fp32),
+        ("final_layernorm.hc_head_scale", "hc_head_scale", (1,), fp32),
+    ):
+        rules.append(Rule(draft + leaf, ("mtp.{layer}." + hf,), (shape,), dtype, layers=layers))
     return rules
 
 

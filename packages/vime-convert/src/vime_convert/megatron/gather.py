@@ -39,8 +39,12 @@ def whole_tensors(
         return
     mine = {entry.bound.mcore: entry for entry in found}
     device = found[0].tensor.device if found else torch.device("cpu")
+    done: set[str] = set()
     for stage, owners in enumerate(_plan(found, table, parallel)):
         for name, owner in owners.items():
+            if name in done:
+                continue  # the embedding, of which the stage of draft layers has a copy
+            done.add(name)
             bound = table.find(name)
             whole: torch.Tensor | None = None
             if parallel.pp.rank == stage:

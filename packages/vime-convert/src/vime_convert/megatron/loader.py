@@ -97,16 +97,21 @@ def _judge(entry: Entry) -> str | None:
 def _absent(found: Sequence[Entry], table: RuleTable, parallel: Parallel) -> list[str]:
     """Canonical names that this rank should hold and does not."""
     held = {entry.bound.mcore for entry in found}
-    layers = {entry.bound.layer for entry in found} if parallel.pp.size > 1 else set(range(table.num_layers))
+    staged = parallel.pp.size > 1
+    layers = {entry.bound.layer for entry in found if _in_decoder(entry.bound)}
     count = table.num_experts // parallel.ep.size
     experts = range(parallel.ep.rank * count, (parallel.ep.rank + 1) * count)
     expected = (
         bound
         for bound in table.bound()
-        if (bound.layer in layers if bound.rule.layers else parallel.pp.size == 1)
+        if (not staged or (_in_decoder(bound) and bound.layer in layers))
         and (bound.expert is None or bound.expert in experts)
     )
     return [bound.mcore for bound in expected if bound.mcore not in held]
+
+
+def _in_decoder(bound: Bound) -> bool:
+    return bound.mcore.startswith("decoder.layers.")
 
 
 def _narrows(checkpoint: Checkpoint, bound: Bound, dtype: torch.dtype) -> bool:

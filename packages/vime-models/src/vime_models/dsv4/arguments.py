@@ -7,18 +7,23 @@ Megatron.
 
 from argparse import ArgumentParser
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vime_convert.dsv4.hf_config import read_config
 from vime_models.dsv4.config import (
+    CP_LAYOUTS,
     FLAG_OF,
     IMPLEMENTATIONS,
     KERNELS,
     QAT_MODES,
+    RUN_FIELDS,
+    TRAIN_INDEXER,
     YARN_FLAG_OF,
     DSv4Options,
     check,
 )
+from vime_models.dsv4.recipes import width_problems
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -42,10 +47,30 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     add(
         "--dsv4-qat",
         str,
-        "off",
-        "simulate the rollout engine's quantisation; only off so far",
+        "rollout",
+        "whose quantisation of keys, indexer and experts is simulated; gradients pass straight through",
         choices=QAT_MODES,
     )
+    add(
+        "--dsv4-train-indexer",
+        str,
+        "off",
+        "off freezes the indexer, warmup trains nothing else (dense), joint trains it with the rest",
+        choices=TRAIN_INDEXER,
+    )
+    add(
+        "--dsv4-cp-layout",
+        str,
+        "zigzag",
+        "order in which the trainer hands out rows to context-parallel ranks; --allgather-cp means contiguous",
+        choices=CP_LAYOUTS,
+    )
+    group.add_argument(
+        "--dsv4-cp-balance",
+        action="store_true",
+        help="move queries so that context-parallel ranks have equal work",
+    )
+    add("--dsv4-indexer-loss-coeff", float, 1.0, "weight of the loss that trains the indexer")
     add(
         "--dsv4-compress-ratios",
         int,
@@ -106,10 +131,9 @@ def launch_flags(cfg: Mapping[str, Any]) -> list[str]:
         "--moe-router-bias-update-rate": 0,
         "--moe-token-dispatcher-type": "alltoall",
     }
-    chosen_by_user = ("impl", "kernels", "qat")
-    values |= {
-        flag: getattr(options, field) for field, flag in FLAG_OF.items() if field not in chosen_by_user
-    }
+    values |= {flag: getattr(options, field) for field, flag in FLAG_OF.items() if field not in RUN_FIELDS}
+    if any(width_problems(replace(options, qat="rollout"))):
+        values["--dsv4-qat"] = "off"
     # Megatron parses the base as an integer.
     theta = float(options.rope_theta)
     check(

@@ -8,7 +8,7 @@
 
 Ratio 0 has no compressed entries, ratio 4 takes those that the indexer selects, ratio 128 takes all visible ones.
 Tensor parallelism shards heads and output groups; everything that feeds the one key-value head is replicated and
-sees the whole sequence. Left out: context parallelism, quantisation of the cache, inference.
+sees all rows of the rank; context parallelism is in `context_parallel`. Left out: inference.
 Source: DeepSeek-V4 technical report, sections 2.3.1 and 2.3.2, eqs. 26 and 27.
 """
 
@@ -34,10 +34,13 @@ from megatron.core.transformer.utils import (
 
 from vime_kernels.dsa import sparse_attention_v4
 from vime_models.dsv4.compressor import Compressor
+from vime_models.dsv4.context_parallel import ContextParallel
 from vime_models.dsv4.hyper_connection import fp32_parameter
 from vime_models.dsv4.indexer import Indexer
+from vime_models.dsv4.qat import quantise_latent
 from vime_models.dsv4.rope import RotaryTable, rotate
-from vime_models.dsv4.thd import TokenLayout, token_layout
+from vime_models.dsv4.thd import TokenLayout
+from vime_models.dsv4.train_indexer import with_indexer_loss
 from vime_models.host.backend import Backend
 
 
@@ -75,7 +78,8 @@ class DSv4Attention(MegatronModule):
         inner.sequence_parallel = False
         super().__init__(inner)
         self.sequence_parallel = config.sequence_parallel
-        self.tp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups()).tp
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = groups.tp
         self.layer_number, self.compress_ratio = layer_number, compress_ratio
 
         options = config.vime_dsv4
@@ -83,7 +87,9 @@ class DSv4Attention(MegatronModule):
         self.head_dim, self.window = options.head_dim, options.window
         self.heads = config.num_attention_heads // tp
         self.groups = options.o_groups // tp
-        self.kernels = options.backend
+        self.options = options
+        self.cp = ContextParallel(groups.cp, options.cp_layout, options.cp_balance, self.window)
+        self.trains_indexer = compress_ratio == 4 and options.train_indexer != "off"
         self.rope = RotaryTable(options.rope_dim, options.rope_theta)
         if compress_ratio:
             self.rope = RotaryTable(options.rope_dim, options.compress_rope_theta, options.yarn)
@@ -119,7 +125,7 @@ class DSv4Attention(MegatronModule):
         if compress_ratio:
             self.compressor = Compressor(inner, compress_ratio, self.head_dim)
         if compress_ratio == 4:
-            self.indexer = Indexer(inner)
+            self.indexer = Indexer(inner, self.cp)
 
     def forward(
         self,
@@ -140,8 +146,9 @@ class DSv4Attention(MegatronModule):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        layout = token_layout(hidden_states, packed_seq_params)
-        output = layout.unpack(self._attend(layout.pack(hidden_states), layout))
+        layout = self.cp.layout(hidden_states, packed_seq_params)
+        attended = self._attend(self.cp.enter(hidden_states, packed_seq_params, layout), layout)
+        output = self.cp.leave(attended, hidden_states, packed_seq_params, layout)
         if self.sequence_parallel:
             output = scatter_to_sequence_parallel_region(output, group=self.tp_group)
         return output, None
@@ -152,34 +159,52 @@ class DSv4Attention(MegatronModule):
         q_lora = self.q_norm(self.wq_a(x)[0])
         q_SHD = self.wq_b(q_lora)[0].view(-1, self.heads, self.head_dim)
         q_SHD = rotate(unit_rms(q_SHD, self.config.layernorm_epsilon), cos, sin)
-        kv_ND = rotate(self.kv_norm(self.wkv(x)[0]), cos, sin)
-        entries, chosen = self._compressed(x, q_lora, layout)
-        attended = sparse_attention_v4(
+        key_x = self.cp.with_halo(x, layout)
+        key_rotation = self.rope.cos_sin(layout.key_positions, x.dtype) if layout.halo else (cos, sin)
+        kv_ND = rotate(self.kv_norm(self.wkv(key_x)[0]), *key_rotation)
+        kv_ND = self._shared(quantise_latent(kv_ND, self.options))
+        entries, chosen = self._compressed(key_x, q_lora, layout)
+        q_SHD = self.cp.balance(q_SHD, layout)
+        attended, lse_SH = sparse_attention_v4(
             q_SHD,
-            self._shared(kv_ND),
+            self.cp.balance_keys(kv_ND, layout),
             entries,
             self.head_dim**-0.5,
             self.attn_sink,
             window=self.window,
-            cu_seqlens=layout.cu_seqlens,
-            backend=self.kernels,
+            return_lse=True,
+            backend=self.options.backend,
+            **self.cp.queries(layout).window,
             **chosen,
         )
+        if self.trains_indexer and torch.is_grad_enabled():
+            attended = with_indexer_loss(
+                self,
+                attended,
+                lse_SH,
+                q_SHD,
+                cast(torch.Tensor, entries),
+                chosen.get("indices"),
+                key_x,
+                q_lora,
+                layout,
+            )
         # Values carry their key's rotation; turning back at the query leaves the relative position.
-        o_SHD = rotate(cast(torch.Tensor, attended), cos, -sin)
+        o_SHD = rotate(self.cp.restore(attended, layout), cos, -sin)
         z_SGR = self.wo_a(o_SHD.reshape(len(x), self.groups, -1))
         return self.wo_b(z_SGR.flatten(1))[0]
 
     def _compressed(
-        self, x: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout
+        self, key_x: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout
     ) -> tuple[torch.Tensor | None, dict[str, Any]]:
-        """Compressed entries [M, D] and which of them each query sees, as keywords of `sparse_attention_v4`."""
+        """All compressed entries [M, D] and which of them each query sees, as keywords of `sparse_attention_v4`."""
         if not self.compress_ratio:
             return None, {}
-        entries = self._shared(self.compressor(x, layout, self.rope))
-        if self.compress_ratio == 4:
-            return entries, {"indices": self.indexer.select(x, q_lora, layout, self.rope)}
-        return entries, {"cmp_ranges": layout.visible(self.compress_ratio)}
+        own = quantise_latent(self.compressor(key_x, layout, self.rope), self.options)
+        entries = self.cp.gather_entries(self._shared(own), layout, self.compress_ratio)
+        if self.compress_ratio == 4 and self.options.train_indexer != "warmup":
+            return entries, {"indices": self.indexer.select(key_x, q_lora, layout, self.rope)}
+        return entries, {"cmp_ranges": self.cp.queries(layout).visible(self.compress_ratio)}
 
     def _shared(self, keys: torch.Tensor) -> torch.Tensor:
         # Every rank's heads read the same keys: identity forward, sum of the ranks' gradients backward.

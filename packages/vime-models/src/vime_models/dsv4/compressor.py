@@ -41,23 +41,38 @@ class Compressor(MegatronModule):
     def forward(self, hidden: torch.Tensor, layout: TokenLayout, table: RotaryTable) -> torch.Tensor:
         """Entries [T // ratio, width] of all sequences, in the dtype of `hidden`; unused rows are zero.
 
+        Of a slice of the stream, the entries [G · C, width] that it owns (`TokenLayout.owned_entries`).
+
         Args:
-            hidden: [T, h], the normalised input of the attention.
-            layout: of the T tokens.
+            hidden: [N, h], the normalised input of the attention, with the halo of each slice.
+            layout: of the tokens.
             table: rotation of the layer.
         """
+        cu_seqlens = layout.cu_seqlens
+        if layout.halo:
+            reach, cu_seqlens, first = layout.pools(self.ratio, overlap=self.overlap)
+            slices = hidden.view(len(layout.starts), layout.halo + layout.length, -1)
+            hidden = slices[:, layout.halo - reach :].flatten(0, 1)
         pooled, cu_entries = gated_pool(
             _wide_linear(hidden, self.wkv.weight),
             _wide_linear(hidden, self.wgate.weight),
             self.ape,
-            layout.cu_seqlens,
+            cu_seqlens,
             self.ratio,
             overlap=self.overlap,
             backend=self.config.vime_dsv4.backend,
         )
+        if layout.halo:
+            numbers, count = layout.owned_entries(self.ratio)
+            slots = torch.arange(numbers.shape[1], device=pooled.device)
+            exists = slots < count
+            pooled = pooled.index_select(0, torch.where(exists, first + slots, 0).flatten())
+            pooled = pooled.masked_fill(~exists.view(-1, 1), 0.0)
+            positions = layout.entry_positions(numbers.flatten(), self.ratio)
+        else:
+            # An entry stands at the first token of its group.
+            positions = local_positions(cu_entries, pooled.shape[0]) * self.ratio
         entries = self.norm(pooled.to(hidden.dtype))
-        # An entry stands at the first token of its group.
-        positions = local_positions(cu_entries, entries.shape[0]) * self.ratio
         return rotate(entries, *table.cos_sin(positions, hidden.dtype))
 
 

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = ("vime", "miles", "megatron")
 KERNELS = ("auto", "triton", "torch")
 QAT_MODES = ("off", "rollout", "deepseek", "miles")
+TRAIN_INDEXER = ("off", "warmup", "joint")
+CP_LAYOUTS = ("zigzag", "contiguous")
+# Fields that a checkpoint does not decide.
+RUN_FIELDS = (
+    "impl",
+    "kernels",
+    "qat",
+    "train_indexer",
+    "indexer_loss_coeff",
+    "cp_layout",
+    "cp_balance",
+)
 
 # Option field to command-line flag. The destination in the parsed arguments is the flag's name; flags without the
 # dsv4 prefix belong to Megatron's own parser.
@@ -36,6 +48,10 @@ FLAG_OF = {
     "impl": "--dsv4-impl",
     "kernels": "--dsv4-kernels",
     "qat": "--dsv4-qat",
+    "train_indexer": "--dsv4-train-indexer",
+    "indexer_loss_coeff": "--dsv4-indexer-loss-coeff",
+    "cp_layout": "--dsv4-cp-layout",
+    "cp_balance": "--dsv4-cp-balance",
     "head_dim": "--kv-channels",
     "rope_dim": "--qk-pos-emb-head-dim",
     "q_lora_rank": "--q-lora-rank",
@@ -88,7 +104,11 @@ class DSv4Options:
         yarn: frequency scaling of ratio-4 and ratio-128 layers, None for plain RoPE.
         impl: "vime", its alias "miles", or "megatron" for the host's own variant.
         kernels: backend of the vime-kernels ops.
-        qat: simulation of the rollout engine's quantisation; only "off" exists.
+        qat: whose quantisation is simulated, see `recipes`; "off" for none.
+        train_indexer: "off" freezes the indexer, "warmup" trains nothing else, "joint" trains it with the rest.
+        indexer_loss_coeff: weight of the loss that trains the indexer.
+        cp_layout: order in which the trainer hands out rows to context-parallel ranks.
+        cp_balance: whether queries move so that context-parallel ranks have equal work.
 
     Raises:
         DSv4OptionError: a value out of range.
@@ -115,12 +135,25 @@ class DSv4Options:
     impl: str = "vime"
     kernels: str = "auto"
     qat: str = "off"
+    train_indexer: str = "off"
+    indexer_loss_coeff: float = 1.0
+    cp_layout: str = "zigzag"
+    cp_balance: bool = False
 
     def __post_init__(self) -> None:
         for field in FLAG_OF:
-            if isinstance(value := getattr(self, field), int | float) and field != "num_hash_layers":
+            value = getattr(self, field)
+            may_be_zero = field == "num_hash_layers" or isinstance(value, bool)
+            if isinstance(value, int | float) and not may_be_zero:
                 check(value > 0, FLAG_OF[field], value, "must be positive")
-        for field, choices in (("impl", IMPLEMENTATIONS), ("kernels", KERNELS), ("qat", QAT_MODES)):
+        words = {
+            "impl": IMPLEMENTATIONS,
+            "kernels": KERNELS,
+            "qat": QAT_MODES,
+            "train_indexer": TRAIN_INDEXER,
+            "cp_layout": CP_LAYOUTS,
+        }
+        for field, choices in words.items():
             value = getattr(self, field)
             check(value in choices, FLAG_OF[field], value, f"must be one of {', '.join(choices)}")
         check(
@@ -157,6 +190,9 @@ class DSv4Options:
         """
         values = {field: _argument(args, flag) for field, flag in FLAG_OF.items()}
         values["compress_ratios"] = tuple(values["compress_ratios"])
+        # vime's own flag for contiguous slices.
+        if getattr(args, "allgather_cp", False):
+            values["cp_layout"] = "contiguous"
         yarn = Yarn(**{field: _argument(args, flag) for field, flag in YARN_FLAG_OF.items()})
         for field, flag in YARN_FLAG_OF.items():
             check(getattr(yarn, field) > 0, flag, getattr(yarn, field), "must be positive")
@@ -168,7 +204,7 @@ class DSv4Options:
 
         Args:
             cfg: the parsed file, or what `read_config` made of it.
-            **overrides: `impl`, `kernels` or `qat`.
+            **overrides: any of `RUN_FIELDS`.
 
         Raises:
             ConfigError: not a DeepSeek-V4 config, or one that cannot be trained.
@@ -217,7 +253,8 @@ def transformer_config(
         dtype: of parameters and activations.
         device: "cpu" or "cuda".
         tp, pp, ep, etp, cp: sizes of tensor, pipeline, expert, expert-tensor and context parallelism.
-        **overrides: further TransformerConfig fields, e.g. `recompute_granularity`.
+        **overrides: further TransformerConfig fields, e.g. `recompute_granularity`, and options that a checkpoint does
+            not decide, e.g. `qat` (`RUN_FIELDS`).
     """
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -225,6 +262,7 @@ def transformer_config(
     from vime_models.host.cpu import cpu_overrides
 
     hf = cfg if isinstance(cfg, DSv4HFConfig) else read_config(cfg)
+    chosen = {name: overrides.pop(name) for name in RUN_FIELDS if name in overrides}
     fields: dict[str, Any] = {
         "num_layers": hf.num_layers,
         "hidden_size": hf.hidden_size,
@@ -267,7 +305,7 @@ def transformer_config(
         **overrides,
     }
     config = TransformerConfig(**(cpu_overrides(fields) if device == "cpu" else fields))
-    attach(DSv4Options.from_hf(hf), config)
+    attach(DSv4Options.from_hf(hf, **chosen), config)
     return config
 
 
@@ -282,3 +320,7 @@ def attach(options: DSv4Options, config: "TransformerConfig") -> None:
     # Megatron does that when the frequency is a list.
     config.moe_layer_freq = [1] * config.num_layers
     config.vime_needs_token_ids = options.num_hash_layers > 0
+    if options.train_indexer == "warmup":
+        from vime_models.dsv4.train_indexer import freeze_all_but_indexers
+
+        config.vime_after_build = freeze_all_but_indexers

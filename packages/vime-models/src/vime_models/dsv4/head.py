@@ -19,6 +19,9 @@ from vime_models.host.norm import RMSNorm
 class StreamHead(RMSNorm):
     """[s, b, n·h] streams to the normalised [s, b, h] that the output layer reads.
 
+    With draft layers the result is [normalised | streams], [s, b, (1+n)·h]: they read the streams, and Megatron
+    hands them one tensor.
+
     Args:
         config: with `vime_dsv4`.
         hidden_size: h.
@@ -31,6 +34,7 @@ class StreamHead(RMSNorm):
     ) -> None:
         super().__init__(config, hidden_size, eps)
         self.options = config.vime_dsv4
+        self.keeps_streams = bool(config.mtp_num_layers)
         streams = self.options.hc_mult
         self.hc_head_fn = fp32_parameter(config, streams, streams * hidden_size, sequence_shard=True)
         self.hc_head_base = fp32_parameter(config, streams, sequence_shard=True)
@@ -40,7 +44,7 @@ class StreamHead(RMSNorm):
             torch.nn.init.ones_(self.hc_head_scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, n·h] to [s, b, h]."""
+        """[s, b, n·h] to [s, b, h], or to [s, b, (1+n)·h] with draft layers."""
         streams = x.reshape(-1, self.options.hc_mult, self.weight.shape[0])
         hidden = mhc_head(
             streams,
@@ -51,4 +55,5 @@ class StreamHead(RMSNorm):
             norm_eps=self.eps,
             backend=self.options.backend,
         )
-        return super().forward(hidden.view(*x.shape[:-1], -1))
+        normed = super().forward(hidden.view(*x.shape[:-1], -1))
+        return torch.cat([normed, x], -1) if self.keeps_streams else normed

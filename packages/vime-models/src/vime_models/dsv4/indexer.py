@@ -2,8 +2,8 @@
 """Lightning indexer: which compressed entries a query attends to in a ratio-4 layer.
 
 The selection is discrete, so no gradient reaches the indexer from the language-model loss; its parameters are
-frozen, because weight decay alone would move them away from the rollout engine's copy. Left out: training it with
-a KL loss, and quantised scores. Source: DeepSeek-V4 technical report, eqs. 13-17.
+frozen, because weight decay alone would move them away from the rollout engine's copy, unless `train_indexer` adds
+a loss of its own. Source: DeepSeek-V4 technical report, eqs. 13-17.
 """
 
 import torch
@@ -12,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_kernels.dsa import get_topk_fn, indexer_topk
 from vime_models.dsv4.compressor import Compressor
+from vime_models.dsv4.context_parallel import ContextParallel
+from vime_models.dsv4.qat import quantise_indexer
 from vime_models.dsv4.rope import RotaryTable, rotate
 from vime_models.dsv4.thd import TokenLayout
 from vime_models.host.backend import Backend
@@ -22,14 +24,19 @@ class Indexer(MegatronModule):
 
     Args:
         config: with `vime_dsv4`, and with `sequence_parallel` off.
+        cp: of the attention.
 
     Attributes:
         topk_fn: picks from scores; the seam for recording or replaying picks. Signature of
             `vime_kernels.dsa.topk`.
+        last_loss: the indexer's loss of the last microbatch with gradients, for logs; None if it is not trained.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    last_loss: torch.Tensor | None = None
+
+    def __init__(self, config: TransformerConfig, cp: ContextParallel) -> None:
         super().__init__(config)
+        self.cp = cp
         options = config.vime_dsv4
         self.n_heads, self.head_dim, self.topk = (
             options.index_n_heads,
@@ -49,30 +56,44 @@ class Indexer(MegatronModule):
             config.hidden_size, self.n_heads, config=config, init_method=config.init_method, bias=False
         )
         self.compressor = Compressor(config, ratio=4, width=self.head_dim)
-        self.requires_grad_(False)
+        self.requires_grad_(options.train_indexer != "off")
+
+    def project(
+        self, hidden: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout, table: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What scores are made of: queries [T, heads, width], this rank's keys and head weights [T, heads].
+
+        Args: as for `select`.
+        """
+        options = self.config.vime_dsv4
+        keys = quantise_indexer(self.compressor(hidden, layout, table), options)
+        queries = self.linear_wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
+        queries = rotate(queries, *table.cos_sin(layout.positions, hidden.dtype))
+        weights = self.linear_weights_proj(layout.own(hidden))[0]
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return quantise_indexer(queries, options), keys, weights * (self.n_heads * self.head_dim) ** -0.5
 
     @torch.no_grad()
     def select(
         self, hidden: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout, table: RotaryTable
     ) -> torch.Tensor:
-        """int32 [T, K] entries for each token, -1 where fewer than K are visible; rows count all sequences.
+        """int32 [T, K] entries for each token, -1 where fewer than K are visible; they count all sequences.
+
+        Rows are in the order of `ContextParallel.queries`.
 
         Args:
-            hidden: [T, h], the normalised input of the attention.
+            hidden: [N, h], the normalised input of the attention, with the halo of each slice.
             q_lora: [T, q_lora_rank], the normalised low-rank query that the attention also uses.
             layout: of the T tokens.
             table: rotation of the layer.
         """
-        keys = self.compressor(hidden, layout, table)
-        queries = self.linear_wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
-        queries = rotate(queries, *table.cos_sin(layout.positions, hidden.dtype))
-        weights = self.linear_weights_proj(hidden)[0]
-        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        queries, own_keys, weights = self.project(hidden, q_lora, layout, table)
+        keys = self.cp.gather_entries(own_keys, layout, self.compressor.ratio)
         return indexer_topk(
-            queries,
+            self.cp.balance(queries, layout),
             keys,
-            weights * (self.n_heads * self.head_dim) ** -0.5,
-            *layout.visible(self.compressor.ratio),
+            self.cp.balance(weights, layout),
+            *self.cp.queries(layout).visible(self.compressor.ratio),
             max(1, min(self.topk, keys.shape[0])),
             topk_fn=self.topk_fn,
             backend=self.config.vime_dsv4.backend,

@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import make_viewless_tensor
 
 from vime_models.dsv4.hyper_connection import add_hyper_connection, connect
 
@@ -80,4 +81,6 @@ class DSv4TransformerLayer(TransformerLayer):
         X_TnC = hidden_states.reshape(s * b, n, h)
         X_TnC = connect(self, "hc_attn", X_TnC, attention)
         X_TnC = connect(self, "hc_ffn", X_TnC, moe)
-        return X_TnC.view(s, b, n * h), context
+        streams = X_TnC.view(s, b, n * h)
+        # A stage frees what it has sent, which a view of another tensor would keep alive.
+        return make_viewless_tensor(streams, requires_grad=streams.requires_grad, keep_graph=True), context

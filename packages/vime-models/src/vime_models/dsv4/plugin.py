@@ -26,19 +26,24 @@ def setup(device: str) -> None:
 def build(
     hf_config: Mapping[str, Any], *, dtype: torch.dtype, device: str, **options: Any
 ) -> list[torch.nn.Module]:
-    """The model chunk of this rank, in evaluation mode, with parameters that a checkpoint must fill.
+    """The model chunks of this rank, in evaluation mode, with parameters that a checkpoint must fill.
 
     Args:
         hf_config: the parsed `config.json`.
         dtype: of the parameters, except those that stay float32.
         device: "cpu" or "cuda".
-        **options: sizes tp, pp, ep, etp, cp, and further TransformerConfig fields.
+        **options: sizes tp, pp, ep, etp, cp, chunks of an interleaved stage vpp, and further TransformerConfig
+            fields.
     """
     hf = read_config(hf_config)
+    vpp: int | None = options.pop("vpp", None)
     init_world(
         device=device,  # type: ignore[arg-type]
+        vpp=vpp,
         **{size: options.get(size, 1) for size in ("tp", "pp", "ep", "etp", "cp")},
     )
+    if vpp is not None:
+        options["virtual_pipeline_model_parallel_size"] = vpp
     config = transformer_config(hf, dtype=dtype, device=device, **options)
     tp = config.tensor_model_parallel_size
     args = Namespace(
@@ -51,12 +56,17 @@ def build(
         rotary_base=int(hf.rope_theta),
         use_rope_scaling=False,
     )
-    model = make_provider(args)(
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        config=config,
-    )
-    return [model.to(device).eval()]
+    provider = make_provider(args)
+    chunks = []
+    for chunk in [None] if vpp is None else range(vpp):
+        model = provider(
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            vp_stage=chunk,
+            config=config,
+        )
+        chunks.append(model.to(device).eval())
+    return chunks
 
 
 def forward(chunks: list[torch.nn.Module], input_ids_BS: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from vime_models.dsv4.config import DSv4Options, attach
 from vime_models.dsv4.head import StreamHead
 from vime_models.dsv4.layer import DSv4TransformerLayer
 from vime_models.dsv4.moe import DSv4MoELayer, HashRouter, ScoreRouter
+from vime_models.dsv4.mtp import draft_block
+from vime_models.dsv4.qat import experts_of
 from vime_models.host.backend import Backend
 from vime_models.host.specs import stage_layer_ids
 
@@ -37,25 +39,28 @@ def block_spec(
     if options.impl == "megatron":
         return native.block_spec(options, config, vp_stage)
     backend = Backend.from_config(config)
-    layers = [_layer_spec(options, layer, backend) for layer in stage_layer_ids(config, vp_stage)]
+    layers = [
+        _layer_spec(options, backend, options.compress_ratios[layer], hashed=layer < options.num_hash_layers)
+        for layer in stage_layer_ids(config, vp_stage)
+    ]
+    if config.mtp_num_layers:
+        config.vime_mtp_block = draft_block(config, _layer_spec(options, backend, 0, hashed=False))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=StreamHead)
 
 
-def _layer_spec(options: DSv4Options, layer: int, backend: Backend) -> ModuleSpec:
-    """Args: layer: global 0-based index."""
+def _layer_spec(options: DSv4Options, backend: Backend, ratio: int, *, hashed: bool) -> ModuleSpec:
+    """Args: ratio: compression of the attention; hashed: whether experts are chosen by token id."""
     mlp = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
     moe = MoESubmodules(
-        experts=backend.experts,
+        experts=experts_of(backend, options),
         shared_experts=partial(SharedExpertMLP, submodules=mlp),
-        router=HashRouter if layer < options.num_hash_layers else ScoreRouter,
+        router=HashRouter if hashed else ScoreRouter,
     )
     return ModuleSpec(
         module=DSv4TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.norm,
-            self_attention=ModuleSpec(
-                module=DSv4Attention, params={"compress_ratio": options.compress_ratios[layer]}
-            ),
+            self_attention=ModuleSpec(module=DSv4Attention, params={"compress_ratio": ratio}),
             self_attn_bda=IdentityFuncOp,
             pre_mlp_layernorm=backend.norm,
             mlp=partial(DSv4MoELayer, submodules=moe),

@@ -7,6 +7,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_models.dsv4.config import FLAG_OF, DSv4Options, check
+from vime_models.dsv4.recipes import RECIPES, width_problems
+from vime_models.host.bringup import on_gloo
+from vime_models.host.specs import stage_problem
 
 _RECOMPUTABLE = ("moe", "shared_experts")
 
@@ -17,7 +20,7 @@ def validate(options: DSv4Options, config: TransformerConfig) -> None:
     Raises:
         DSv4OptionError: the first rule that does not hold.
     """
-    for rules in (_options(options), _architecture(options, config), _parallelism(options, config)):
+    for rules in (_architecture(options, config), _training(options, config), _parallelism(options, config)):
         for flag, value, ok, rule in rules:
             check(ok, flag, value, rule)
 
@@ -25,9 +28,37 @@ def validate(options: DSv4Options, config: TransformerConfig) -> None:
 Rule = tuple[str, object, bool, str]
 
 
-def _options(options: DSv4Options) -> Iterator[Rule]:
-    off = options.qat == "off"
-    yield "--dsv4-qat", options.qat, off, "this release trains without quantisation simulation; pass off"
+def _training(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]:
+    flag, qat = FLAG_OF["qat"], options.qat
+    for problem in width_problems(options):
+        yield flag, qat, False, f"{problem}; pass off"
+    if qat in RECIPES and (block := RECIPES[qat].expert_block):
+        etp = config.expert_tensor_parallel_size or 1
+        for name, width in (
+            ("--hidden-size", config.hidden_size),
+            (
+                "--moe-ffn-hidden-size / --expert-tensor-parallel-size",
+                (config.moe_ffn_hidden_size or 0) // etp,
+            ),
+        ):
+            yield flag, qat, width % block == 0, f"needs {name} ({width}) to be a multiple of {block}"
+        local = config.transformer_impl == "local" and not config.gradient_accumulation_fusion
+        yield (
+            flag,
+            qat,
+            local,
+            "rounds the experts' weights on use, which needs --transformer-impl local and "
+            "--no-gradient-accumulation-fusion; rollout quantises no weights",
+        )
+    train = options.train_indexer
+    yield (
+        FLAG_OF["train_indexer"],
+        train,
+        train == "off" or 4 in options.compress_ratios,
+        "no layer has an indexer (ratio 4); pass off",
+    )
+    coeff = config.dsa_indexer_loss_coeff
+    yield "--dsa-indexer-loss-coeff", coeff, not coeff, "must not be given; use --dsv4-indexer-loss-coeff"
 
 
 def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]:
@@ -123,7 +154,6 @@ def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[R
         "must not be given: the router is not Megatron's",
     )
     yield "--moe-enable-routing-replay", True, not config.moe_enable_routing_replay, "is not supported yet"
-    yield "--mtp-num-layers", config.mtp_num_layers, not config.mtp_num_layers, "draft layers are not trained"
     yield (
         "--fp32-residual-connection",
         True,
@@ -134,23 +164,37 @@ def _architecture(options: DSv4Options, config: TransformerConfig) -> Iterator[R
 
 
 def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Rule]:
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    tp = config.tensor_model_parallel_size
     flag = "--tensor-model-parallel-size"
     heads = config.num_attention_heads
-    yield flag, tp, heads % tp == 0, f"must divide --num-attention-heads ({heads})"
-    yield flag, tp, options.o_groups % tp == 0, f"must divide --dsv4-o-groups ({options.o_groups})"
+    fits = [size for size in range(1, heads + 1) if heads % size == 0 and options.o_groups % size == 0]
+    nearest = f"nearest valid value: {min(fits, key=lambda size: abs(size - tp))}"
+    yield flag, tp, heads % tp == 0, f"must divide --num-attention-heads ({heads}); {nearest}"
+    yield (
+        flag,
+        tp,
+        options.o_groups % tp == 0,
+        f"must divide --dsv4-o-groups ({options.o_groups}); {nearest}",
+    )
     yield (
         "--sequence-parallel",
         config.sequence_parallel,
         tp == 1 or config.sequence_parallel,
         "must be given with tensor parallelism: Megatron's MoE layer does not train without it",
     )
-    yield "--context-parallel-size", cp, cp == 1, "context parallelism is not supported yet; pass 1"
+    virtual = config.virtual_pipeline_model_parallel_size
     yield (
         "--num-layers-per-virtual-pipeline-stage",
-        config.virtual_pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size is None,
-        "virtual pipeline stages are not supported: shape and payload exchanges can cross and hang",
+        virtual,
+        virtual is None or not on_gloo(),
+        "must not be given with gloo, over which the exchanges of shapes and payloads cross and hang; use nccl",
+    )
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    yield (
+        "--expert-tensor-parallel-size",
+        etp,
+        etp == 1 or ep == 1 or not on_gloo(),
+        "must be 1 with expert parallelism over gloo, which gathers only parts of one size; pass 1 or use nccl",
     )
     yield (
         "variable_seq_lengths",
@@ -158,6 +202,22 @@ def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Ru
         config.pipeline_model_parallel_size == 1 or config.variable_seq_lengths,
         "must be true on the TransformerConfig with pipeline parallelism: stages exchange hc_mult · hidden_size "
         "channels; Megatron's argument validation resets it, so set it afterwards",
+    )
+    split = stage_problem(config)
+    yield "--num-layers", config.num_layers, not split, split
+    drafts = config.mtp_num_layers
+    yield (
+        "--mtp-num-layers",
+        drafts,
+        not drafts or (config.context_parallel_size == 1 and config.pipeline_model_parallel_layout is None),
+        "draft layers are trained without context parallelism and on the stage of the last decoder layer; leave out "
+        "--pipeline-model-parallel-layout, or this flag",
+    )
+    yield (
+        "--mtp-use-repeated-layer",
+        True,
+        not config.mtp_use_repeated_layer,
+        "must not be given: each draft depth has its own weights",
     )
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     yield (

@@ -30,6 +30,7 @@ def init_world(
     ep: int = 1,
     etp: int = 1,
     cp: int = 1,
+    vpp: int | None = None,
 ) -> None:
     """Make this process ready to build a model.
 
@@ -41,6 +42,7 @@ def init_world(
         device: "cpu" (gloo, with the shim of `host.cpu`) or "cuda" (nccl, device LOCAL_RANK).
         seed: of Python, numpy, torch and Megatron's random-number tracker; pipeline stages differ.
         tp, pp, ep, etp, cp: sizes of tensor, pipeline, expert, expert-tensor and context parallelism.
+        vpp: model chunks of a pipeline stage that interleave, None for one.
 
     Raises:
         RuntimeError: the device is not there.
@@ -60,7 +62,7 @@ def init_world(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         _init_process_group("gloo" if device == "cpu" else "nccl")
-    sizes = (tp, pp, ep, etp, cp)
+    sizes = (tp, pp, ep, etp, cp, vpp)
     for name, per_rank in (("tp*pp*cp", tp * pp * cp), ("etp*ep*pp", etp * ep * pp)):
         if dist.get_world_size() % per_rank:
             raise ValueError(
@@ -76,6 +78,7 @@ def init_world(
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
+            virtual_pipeline_model_parallel_size=vpp,
         )
     set_seeds(seed)
 
@@ -90,6 +93,11 @@ def set_seeds(seed: int) -> None:
     np.random.seed(staged)  # noqa: NPY002 - seeds the generator that libraries use
     torch.manual_seed(staged)
     model_parallel_cuda_manual_seed(staged, force_reset_rng=True)
+
+
+def on_gloo() -> bool:
+    """Whether the ranks talk over gloo, which lacks some of what nccl can do."""
+    return dist.is_initialized() and dist.get_backend() == "gloo"
 
 
 def destroy_world() -> None:
@@ -108,11 +116,12 @@ def _init_process_group(backend: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _current_sizes() -> tuple[int, int, int, int, int]:
+def _current_sizes() -> tuple[int, int, int, int, int, int | None]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     )

@@ -7,6 +7,7 @@ a recomputed layer sees the ids of its own microbatch and not those of the next.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,9 +20,12 @@ class VimePackedSeqParams(PackedSeqParams):
     Attributes:
         token_ids: [b, s] int64 of this context-parallel rank, in the order of the hidden states before
             sequence parallelism scatters them; a layer that consumes ids narrows them itself. None: no ids.
+        layout: the `vime_replay.layout.PackLayout` that the trainer packed by, for layers that move rows between
+            context-parallel ranks. None: they derive it from the cumulative lengths.
     """
 
     token_ids: torch.Tensor | None = None
+    layout: Any = None
 
 
 def attach_token_ids(packed: PackedSeqParams | None, token_ids: torch.Tensor) -> VimePackedSeqParams:
@@ -35,5 +39,5 @@ def attach_token_ids(packed: PackedSeqParams | None, token_ids: torch.Tensor) ->
     """
     if isinstance(packed, VimePackedSeqParams) and packed.token_ids is not None:
         return packed
-    known = {} if packed is None else {f.name: getattr(packed, f.name) for f in fields(PackedSeqParams)}
-    return VimePackedSeqParams(**known, token_ids=token_ids)
+    known = {} if packed is None else {f.name: getattr(packed, f.name) for f in fields(packed)}
+    return VimePackedSeqParams(**known | {"token_ids": token_ids})

@@ -3,7 +3,7 @@
 
 The scripts with which Megatron does this are not part of its wheel. Three callers exist for the object that
 `--spec` names (vime, megatron.training, this module); `call_spec` accepts the conventions of all of them.
-Multi-token prediction and virtual pipeline stages are not built here yet and are refused.
+Draft layers (multi-token prediction) are those that the spec function leaves as `config.vime_mtp_block`.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_models._compat import check_megatron
-from vime_models.host import dtypes
+from vime_models.host import cpu, dtypes
 from vime_models.host.linear import ReplicatedLinear
 from vime_models.host.microbatch import attach_token_ids
 
@@ -34,7 +34,22 @@ class VimeGPTModel(GPTModel):
 
     When `config.vime_needs_token_ids` is true (set by a spec with hash-routed layers), `forward` puts
     `input_ids` into the packing object that Megatron hands to every layer (see `host.microbatch`).
+
+    Draft layers may hand more channels on to each other than the output layer reads; the rest is cut off behind them.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.mtp_process:
+            width = self.config.hidden_size
+            self.mtp.register_forward_hook(lambda _block, _inputs, hidden: hidden[..., :width])
+
+    def _postprocess(
+        self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
+    ) -> Any:
+        # Megatron moves draft labels as those of packed sequences whenever there is a packing object.
+        packed = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
+        return super()._postprocess(*args, packed_seq_params=packed, **kwargs)
 
     def forward(
         self,
@@ -175,34 +190,40 @@ def make_provider(args: Namespace, role: Role = "actor") -> Provider:
             from megatron.training.arguments import core_transformer_config_from_args
 
             config = core_transformer_config_from_args(args)
-        if config.mtp_num_layers:
-            raise ValueError(
-                f"vime_models.host.provider: expected mtp_num_layers=0, got {config.mtp_num_layers}; "
-                "drop --mtp-num-layers, multi-token prediction is not trained"
-            )
         resolved = call_spec(spec, args, config, vp_stage)
+        drafts = getattr(config, "vime_mtp_block", None)
+        if config.mtp_num_layers and (drafts is None or role == "critic"):
+            raise ValueError(
+                f"vime_models.host.provider: expected mtp_num_layers=0, got {config.mtp_num_layers}; drop "
+                f"--mtp-num-layers, {'a critic' if drafts else 'the model of --spec'} has no draft layers to train"
+            )
         if not isinstance(resolved, ModuleSpec) and callable(resolved):
             delegate: Provider = resolved
             return delegate(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
-        model = VimeGPTModel(
-            config=config,
-            transformer_layer_spec=resolved,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=True,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
+        # Stages that hold copies of the embedding move them to the device by name.
+        with cpu.cuda_literals_to_cpu():
+            model = VimeGPTModel(
+                config=config,
+                transformer_layer_spec=resolved,
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                pre_process=pre_process,
+                post_process=post_process,
+                parallel_output=True,
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
+                rotary_percent=args.rotary_percent,
+                rotary_base=args.rotary_base,
+                rope_scaling=args.use_rope_scaling,
+                mtp_block_spec=drafts,
+                vp_stage=vp_stage,
+                pg_collection=pg_collection,
+            )
         if role == "critic" and post_process:
             model.output_layer = ValueHead(config)
         dtypes.enforce(model)
+        if after_build := getattr(config, "vime_after_build", None):
+            after_build(model)
         return model
 
     return provider

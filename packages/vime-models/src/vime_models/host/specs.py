@@ -59,6 +59,30 @@ def stage_layer_ids(config: TransformerConfig, vp_stage: int | None = None) -> l
     return list(range(offset, offset + get_num_layers_to_build(config, vp_stage)))
 
 
+def stage_problem(config: TransformerConfig) -> str:
+    """Empty when the layers fill the pipeline stages, otherwise the rule and the nearest setting that holds it.
+
+    Of an even split only: Megatron checks ends and layouts that are given when it makes the config, but an even
+    split not before it builds the stages.
+    """
+    pipeline, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
+    if pipeline == 1 or ends != (None, None) or config.pipeline_model_parallel_layout is not None:
+        return ""
+    layers = config.num_layers
+    extra = config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
+    if (layers + extra) % (pipeline * chunks) == 0:
+        return ""
+    problem = f"must be a multiple of the number of stages ({pipeline * chunks}) that share the layers evenly"
+    more, fewer = -(-layers // pipeline), layers // pipeline
+    if chunks > 1 or fewer == 0:
+        return f"{problem}; otherwise give --pipeline-model-parallel-layout, or fewer stages"
+    if (rest := layers - (pipeline - 1) * more) > 0:
+        return f"{problem}; nearest: --decoder-last-pipeline-num-layers {rest}, {more} on each other stage"
+    rest = layers - (pipeline - 1) * fewer
+    return f"{problem}; nearest: --decoder-first-pipeline-num-layers {rest}, {fewer} on each other stage"
+
+
 def args_and_config(first: Any, config: TransformerConfig | None) -> tuple[Any, TransformerConfig]:
     """What a spec function was called with, whoever called it.
 

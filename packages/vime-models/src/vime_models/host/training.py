@@ -69,7 +69,12 @@ def parse(argv: Sequence[str], *extra_providers: ArgsProvider | None) -> Namespa
     from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     printed = io.StringIO()
-    with cpu.cuda_literals_to_cpu(), _command_line(words), contextlib.redirect_stdout(printed):
+    with (
+        cpu.cuda_literals_to_cpu(),
+        _no_gpu_generation(),
+        _command_line(words),
+        contextlib.redirect_stdout(printed),
+    ):
         args: Namespace = parse_args(checked)
         validate_args(args)
     logger.debug("%s", printed.getvalue())
@@ -92,6 +97,21 @@ def parse(argv: Sequence[str], *extra_providers: ArgsProvider | None) -> Namespa
         args.decrease_batch_size_if_needed,
     )
     return args
+
+
+@contextlib.contextmanager
+def _no_gpu_generation() -> Iterator[None]:
+    # With tensor or context parallelism Megatron asks which generation the GPU is, to insist on
+    # CUDA_DEVICE_MAX_CONNECTIONS before Blackwell (10). Without a GPU the question itself fails.
+    from megatron.training import arguments
+
+    asked = arguments.get_device_arch_version
+    if cpu.installed():
+        arguments.get_device_arch_version = lambda: 10
+    try:
+        yield
+    finally:
+        arguments.get_device_arch_version = asked
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def sparse_attention_v4(
     slots = reference.window_indices(first_S, q_positions.masked_fill(~inside_S, -1), window)
     compressed = indices
     if starts is not None and ends is not None:
-        compressed = reference.range_indices(starts.clamp(0, M), ends.clamp(0, M))
+        compressed = reference.range_indices(starts.clamp(0, M), ends.clamp(0, M), M)
     if compressed is not None and kv_compressed is not None:
         valid = (compressed >= 0) & (compressed < M)
         slots = torch.cat([slots, torch.where(valid, compressed + N, -1)], 1)

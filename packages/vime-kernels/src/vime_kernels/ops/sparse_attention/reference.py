@@ -48,8 +48,10 @@ def window_indices(first_S: torch.Tensor, positions_S: torch.Tensor, window: int
     return rows_SW.masked_fill(rows_SW < first_S[:, None], -1)
 
 
-def range_indices(starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """int32 [S, K]: all of [starts, ends), then -1; K is the longest range."""
-    longest = int((ends - starts).amax().clamp(min=0)) if len(starts) else 0
-    columns_SK = starts[:, None] + torch.arange(longest, device=starts.device, dtype=torch.int32)
+def range_indices(starts: torch.Tensor, ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """int32 [S, rows]: all of [starts, ends), then -1.
+
+    As wide as the buffer and not as the longest range: a query's sum would round differently with its neighbours'.
+    """
+    columns_SK = starts[:, None] + torch.arange(rows, device=starts.device, dtype=torch.int32)
     return columns_SK.masked_fill(columns_SK >= ends[:, None], -1)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantisation-aware training: the trainer computes with the values that the rollout engine's caches hold.
+
+Forward passes see the rounded values, gradients pass through the rounding unchanged. What is rounded how is in
+`recipes`; the arithmetic, bit by bit, in `vime_kernels.quant`. Weights stay in full precision and are rounded on
+every use, so an optimizer accumulates updates that are smaller than a quantisation step.
+Source: DeepSeek-V4 technical report and inference code.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from vime_kernels.quant import fake_quant_fp4, fake_quant_fp8, hadamard
+from vime_models.dsv4.config import DSv4Options
+from vime_models.dsv4.recipes import RECIPES
+from vime_models.host.backend import Backend
+
+
+def quantise_latent(kv: torch.Tensor, options: DSv4Options) -> torch.Tensor:
+    """Rotated keys [N, head_dim] as the key-value cache returns them: FP8 except for the channels that rotate."""
+    recipe = RECIPES.get(options.qat)
+    if recipe is None:
+        return kv
+    still, turning = kv.split([kv.shape[-1] - options.rope_dim, options.rope_dim], dim=-1)
+    return torch.cat([fake_quant_fp8(still, recipe.latent_block, backend=options.backend), turning], dim=-1)
+
+
+def quantise_indexer(x: torch.Tensor, options: DSv4Options) -> torch.Tensor:
+    """Rotated indexer queries [T, heads, width] or keys [M, width] in the precision of the indexer's cache."""
+    recipe = RECIPES.get(options.qat)
+    if recipe is None:
+        return x
+    if recipe.hadamard:
+        x = hadamard(x, backend=options.backend)
+    quantise = fake_quant_fp4 if recipe.indexer_format == "fp4" else fake_quant_fp8
+    return quantise(x, recipe.indexer_block, backend=options.backend)
+
+
+class _Fp4Weight:
+    """Mixin of Megatron's linears: the product sees the weight after a round trip through FP4."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Here and not in a pre-hook of the experts: distributed data parallelism gathers a weight only when its
+        # own linear is called.
+        options: DSv4Options = self.config.vime_dsv4  # type: ignore[attr-defined]
+        block = RECIPES[options.qat].expert_block
+        rounded = fake_quant_fp4(weight, block, backend=options.backend)
+        return super()._forward_impl(input, rounded, *args, **kwargs)  # type: ignore[misc]
+
+
+class Fp4ColumnLinear(_Fp4Weight, ColumnParallelLinear):
+    """Column-parallel linear whose weight is rounded to FP4 on use."""
+
+
+class Fp4RowLinear(_Fp4Weight, RowParallelLinear):
+    """Row-parallel linear whose weight is rounded to FP4 on use."""
+
+
+def experts_of(backend: Backend, options: DSv4Options) -> Any:
+    """The class of the routed experts: the backend's, or one whose weights are rounded to FP4."""
+    recipe = RECIPES.get(options.qat)
+    if recipe is None or not recipe.expert_block:
+        return backend.experts
+    return partial(
+        SequentialMLP, submodules=MLPSubmodules(linear_fc1=Fp4ColumnLinear, linear_fc2=Fp4RowLinear)
+    )

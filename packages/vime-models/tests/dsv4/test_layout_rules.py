@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts that would hang, or fail late and far from the cause, are refused when the config is made."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vime_models.dsv4.config import DSv4OptionError, transformer_config
+from vime_models.dsv4.tiny import TINY_CASES
+
+FLASH = TINY_CASES[0].config
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"pp": 2}, "--num-layers is 5: .*nearest: --decoder-last-pipeline-num-layers 2, 3 on each other"),
+        ({"pp": 4}, "nearest: --decoder-first-pipeline-num-layers 2, 1 on each other stage"),
+        ({"pp": 8}, "--num-layers is 5: .*or fewer stages"),
+        (
+            {"pp": 2, "pipeline_model_parallel_layout": "Et|ttttmL", "mtp_num_layers": 1},
+            "--mtp-num-layers is 1: .*leave out --pipeline-model-parallel-layout",
+        ),
+        ({"pp": 1, "ep": 2, "tp": 2, "etp": 2}, "--expert-tensor-parallel-size is 2: .*over gloo"),
+    ],
+    ids=["pp2", "pp4", "pp8", "draft-with-layout", "ep2-etp2"],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DSv4OptionError, match=message):
+        transformer_config(FLASH, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp": 5},
+        {"pp": 2, "num_layers_in_last_pipeline_stage": 2},
+        {"pp": 4, "num_layers_in_first_pipeline_stage": 2},
+        {"pp": 2, "account_for_embedding_in_pipeline_split": True},
+    ],
+    ids=["pp5", "pp2-last", "pp4-first", "pp2-with-embedding"],
+)
+def test_accepted(options: dict[str, Any]) -> None:
+    assert transformer_config(FLASH, dtype=torch.float32, **options).num_layers == 5
