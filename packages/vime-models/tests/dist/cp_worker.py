@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of test_context_parallel.py: a microbatch split over ranks against the same microbatch on one of them."""
+"""The ranks of test_context_parallel.py: a microbatch split over ranks against the same microbatch on one of them.
+
+Longer than 350 lines, because one process start serves all cases, and each planted bug stands beside its case.
+"""
 
 import random
 import sys

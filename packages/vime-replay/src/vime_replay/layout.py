@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every query row and every key of a packed microbatch is: the one description that packing and model share.
 
+Longer than 350 lines, because orders, offsets and their inverses are one object that must not disagree with itself.
+
 A microbatch is one stream of rows: its samples one after the other, each padded to its extent, then a tail of padding.
 Context parallelism gives every rank a part of the stream, in one of three orders:
 

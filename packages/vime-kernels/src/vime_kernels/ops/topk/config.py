@@ -2,7 +2,6 @@
 """Tile choices of the Triton top-k, and what it supports."""
 
 import torch
-import triton
 
 # Rows up to this long are selected exactly at once; longer ones are thinned out first.
 EXACT_WIDTH = 8192
@@ -24,7 +23,7 @@ SCRATCH_BYTES = 2**28
 
 def most_kept(k: int) -> int:
     """Candidates that thinning out may leave of a row: at least twice k, so that the guess nearly always does."""
-    return max(MIN_KEPT, triton.next_power_of_2(2 * k))
+    return max(MIN_KEPT, 1 << (2 * k - 1).bit_length())
 
 
 def unsupported(logits: torch.Tensor, k: int) -> str | None:
