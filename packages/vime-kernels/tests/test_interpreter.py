@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels on the CPU: `tests/triton` in its own process, because the interpreter is chosen at import."""
+"""The Triton kernels on the CPU: `tests/kernels` in its own process, because the interpreter is chosen at import."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def test_the_kernels_in_the_interpreter():
-    folder = Path(__file__).parent / "triton"
+    folder = Path(__file__).parent / "kernels"
     command = [
         sys.executable,
         "-m",

@@ -237,3 +237,7 @@ def _model_type(directory: Path) -> str:
 def _wrote(count: int, target: Path) -> int:
     sys.stdout.write(f"wrote {count} tensors to {target}\n")
     return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

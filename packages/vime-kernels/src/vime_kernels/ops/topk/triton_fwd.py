@@ -79,7 +79,8 @@ def _guess_kernel(scores, starts, ends, guesses, row_stride, N, aim, most, SAMPL
         x = tl.load(scores + row * row_stride + position, mask=position < high, other=float("-inf"))
         rank = tl.maximum(aim * SAMPLE // span, 1)
         reached = _threshold(_ordered(x.to(tl.float32)), rank - rank // 16, rank + rank // 16)
-        guess = tl.maximum(reached - 1, guess)
+        # The key before that of 0 belongs to -0, which no zero exceeds.
+        guess = tl.maximum(reached - tl.where(reached == 0x80000000, 2, 1).to(tl.uint32), guess)
     tl.store(guesses + row, guess)
 
 
