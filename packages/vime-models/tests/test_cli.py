@@ -61,9 +61,10 @@ def test_check_reports_every_difference(checkpoint: Path, capsys: pytest.Capture
         (None, "found none; --hf takes the folder"),
         ("{", "is not JSON"),
         ('{"model_type": "llama"}', "expected model_type out of deepseek_v4, got 'llama'"),
+        ('{"model_type": "deepseek_v41"}', "DeepSeek-V4.1 is a different architecture"),
         ('{"model_type": "deepseek_v4"}', "deepseek_v4"),
     ],
-    ids=["absent", "broken", "other-model", "incomplete"],
+    ids=["absent", "broken", "other-model", "v4.1", "incomplete"],
 )
 def test_unusable_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None, message: str
@@ -72,6 +73,21 @@ def test_unusable_input(
         (tmp_path / "config.json").write_text(config)
     assert main(["args", "--hf", str(tmp_path)]) == UNUSABLE
     assert message in capsys.readouterr().err
+
+
+def test_unexpected_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_config: object) -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("vime_models.dsv4.arguments.launch_flags", broken)
+    assert main(["args", "--hf", str(checkpoint)]) == UNUSABLE
+    assert capsys.readouterr().err == (
+        "vime-models: unexpected TypeError: no such thing; run again with --debug for the traceback\n"
+    )
+    with pytest.raises(TypeError):
+        main(["--debug", "args", "--hf", str(checkpoint)])
 
 
 def test_flags_without_check(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
