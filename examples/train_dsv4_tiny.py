@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from vime_convert.dsv4.names import rule_table
+from vime_convert.hosts import quiet_hosts
 from vime_convert.megatron.exporter import save_hf
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.reader import CheckpointReader
@@ -173,6 +174,7 @@ def main() -> int:
 
 def train_and_check(steps: int, out: Path) -> int:
     """Trains, resumes, exports and compares, writing below `out`."""
+    quiet_hosts()
     init_world()
     args = training.parse(
         [

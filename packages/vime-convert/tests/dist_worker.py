@@ -64,9 +64,19 @@ def main() -> None:
     more |= {key: [*config[key], config[key][-1]] for key in ("layer_types",) if config.get(key)}
     (paths["other"] / "config.json").write_text(json.dumps(more))
     status["dist2hf of another model"] = back(paths["dist"], paths["bad"], paths["other"])
+    wide = {name: base / name for name in ("hf32", "dist32", "back32")}
+    tiny = ["make-tiny", str(wide["hf32"]), "--model-type", model_type, "--dtype", "float32", *model]
+    to_dist = ["hf2dist", str(wide["hf32"]), str(wide["dist32"]), *model]
+    status["make-tiny float32"] = cli.main(tiny)
+    status["hf2dist to bfloat16"] = cli.main([*to_dist, "--dtype", "bfloat16"])
+    status["hf2dist float32"] = cli.main(to_dist)
+    status["dist2hf float32"] = back(wide["dist32"], wide["back32"], wide["hf32"])
+    (wide["dist32"] / "release" / ".metadata").write_bytes(b"no pickle")
+    status["dist2hf of damaged metadata"] = back(wide["dist32"], paths["bad"], wide["hf32"])
     result = {
         "status": status,
         "bitwise": [bitwise(paths["hf"], paths["back"]), bitwise(paths["hf"], paths["iter"])],
+        "bitwise float32": bitwise(wide["hf32"], wide["back32"]),
         "tracker": (paths["dist"] / "latest_checkpointed_iteration.txt").read_text(),
         "left": sorted(path.name for path in base.iterdir()),
     }

@@ -2,6 +2,7 @@
 """The command: verbs, exit status, messages without tracebacks, and imports without the extras."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,6 +103,12 @@ def test_make_tiny_and_hf2hf(plugin: str, tmp_path: Path, capsys: pytest.Capture
             ["make-tiny", "{out}", "--model-type", "nope"], 2, "announces model type 'nope'", id="no-plugin"
         ),
         pytest.param(
+            ["make-tiny", "{out}", "--model-type", "deepseek_v41"], 2, "a different architecture", id="v4.1"
+        ),
+        pytest.param(
+            ["verify", "--model-type", "deepseek_v41"], 2, "a different architecture", id="verify-v4.1"
+        ),
+        pytest.param(
             ["make-tiny", "{out}", "--model-type", "x", "--plugin", "a"], 2, "MODULE:ATTR", id="bad-plugin"
         ),
         pytest.param(
@@ -132,6 +139,11 @@ def test_errors_are_one_message(
         pytest.param(
             {"model_type": "llama"}, "model_type 'llama' is not one of deepseek_v3", id="model-type"
         ),
+        pytest.param(
+            {"model_type": "deepseek_v41"},
+            "model_type 'deepseek_v41' is refused; DeepSeek-V4.1 is a different architecture",
+            id="v4.1",
+        ),
         pytest.param({"model_type": None}, "expected a string model_type, got None", id="no-model-type"),
         pytest.param({"compress_ratios": [0, 4]}, "compress_ratios", id="schedule"),
     ],
@@ -148,12 +160,64 @@ def test_bad_config(
     assert cli.main(["inspect", str(release_dir)]) == 2
     assert cli.main(["hf2hf", str(release_dir), str(tmp_path / "out"), "--dialect", "dpsk-hf"]) == 2
     assert capsys.readouterr().err.count(message) == 2
+    if "refused" in message:
+        assert cli.main(["hf2dist", str(release_dir), str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="expected a checkpoint directory"):
         cli.main(["--debug", "inspect", str(tmp_path / "none")])
+
+
+def test_unexpected_error(
+    release_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_args: object) -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("vime_convert.cli.inspect", broken)
+    assert cli.main(["inspect", str(release_dir)]) == 2
+    assert capsys.readouterr().err == (
+        "vime-convert: unexpected TypeError: no such thing; run again with --debug for the traceback\n"
+    )
+    with pytest.raises(TypeError):
+        cli.main(["--debug", "inspect", str(release_dir)])
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [
+        pytest.param(signal.SIGINT, 130, "vime-convert: interrupted\n", id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, "", id="sigterm"),
+    ],
+)
+def test_signals_remove_unfinished_output(
+    release_dir: Path, number: signal.Signals, status: int, text: str
+) -> None:
+    script = """
+import sys, time
+from vime_convert import cli, writer
+def slow(shards, name, tensor):
+    print("writing", flush=True)
+    time.sleep(60)
+writer._Shards.add = slow
+sys.exit(cli.main(["hf2hf", sys.argv[1], sys.argv[2], "--dialect", "dpsk-hf", "--quiet"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(release_dir), str(release_dir.parent / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    assert (release_dir.parent / ".out.partial").is_dir()
+    process.send_signal(number)
+    assert process.communicate(timeout=30)[1] == text
+    assert process.returncode == status
+    assert [path.name for path in release_dir.parent.iterdir()] == [release_dir.name]
 
 
 def test_imports_without_extras() -> None:

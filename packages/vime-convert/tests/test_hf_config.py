@@ -96,6 +96,24 @@ def test_values(dsv4_config: dict[str, Any]) -> None:
             "attention_factor to be 1.0, got None",
             id="mscale",
         ),
+        pytest.param({"compress_ratios": 4}, "compress_ratios to be a list, got 4", id="ratios-no-list"),
+        pytest.param({"compress_ratios": [0, [4], 0, 0]}, r"ratios\[1\] .* got \[4\]", id="ratio-list"),
+        pytest.param({"compress_ratios": [0, 4.0, 0, 0]}, r"ratios\[1\] .* got 4.0", id="ratio-float"),
+        pytest.param({"compress_rates": 4}, "compress_rates to be an object, got 4", id="rates-no-object"),
+        pytest.param({"rope_scaling": "yarn"}, "rope_scaling to be an object, got 'yarn'", id="rope-word"),
+        pytest.param({"rope_parameters": [1]}, r"rope_parameters to be an object, got \[1\]", id="rope-list"),
+        pytest.param({"layer_types": 4}, "layer_types to be a list, got 4", id="layer-types-no-list"),
+        pytest.param({"layer_types": [{}] * 4}, r"layer_types\[0\] .* got {}", id="layer-type-object"),
+        pytest.param({"mlp_layer_types": "moe"}, "mlp_layer_types to be a list", id="mlp-types-no-list"),
+        pytest.param({"num_hash_layers": "2"}, "num_hash_layers .* got '2'", id="hash-count-word"),
+        pytest.param(
+            {"num_hash_layers": "2", "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"]},
+            "num_hash_layers .* got '2'",
+            id="hash-count-word-beside-types",
+        ),
+        pytest.param(
+            {"partial_rotary_factor": "half"}, "partial_rotary_factor .* got 'half'", id="rope-factor-word"
+        ),
     ],
 )
 def test_refused(dsv4_config: dict[str, Any], change: dict[str, Any], message: str) -> None:

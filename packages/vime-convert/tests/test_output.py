@@ -156,3 +156,26 @@ def test_killed_half_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "removing what an interrupted run left behind" in caplog.text
     assert CheckpointReader(target).raw_names() == ["t0", "t1", "t2"]
     assert names(tmp_path) == {"out"}
+
+
+def test_symbolic_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for name in ("link", "dangling"):
+        with pytest.raises(OutputError, match=f"{name}: expected a path that is no symbolic link; pass .*/"):
+            write_checkpoint(tmp_path / name, three(), {})
+    assert names(tmp_path) == {"real", "link", "dangling"}
+    assert names(tmp_path / "real") == set()
+
+
+def test_unusable_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    for target in (tmp_path / "file" / "out", tmp_path / "file" / "deeper" / "out"):
+        with pytest.raises(OutputError, match=r"out: .*/file is not a directory; choose another path"):
+            write_checkpoint(target, three(), {})
+    # The tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr("os.access", lambda path, _mode: path != tmp_path)
+    with pytest.raises(OutputError, match=r"new/out: .* cannot be written to; choose another path"):
+        write_checkpoint(tmp_path / "new" / "out", three(), {})
+    assert names(tmp_path) == {"file"}

@@ -186,6 +186,16 @@ def test_dialects_without_scales_need_dequantise(
             "layers.1.attn.wkv.scale: no tensor of this model",
             id="scale-of-plain-weight",
         ),
+        pytest.param(
+            lambda t: t.pop("mtp.0.attn.wq_a.scale"),
+            "mtp.0.attn.wq_a.weight: stored as torch.float8_e4m3fn, but its block scales are missing",
+            id="draft-no-scale",
+        ),
+        pytest.param(
+            lambda t: t.update({"mtp.0.attn.wq_a.scale": torch.ones(5, 1)}),
+            r"mtp.0.attn.wq_a.weight: expected FP8 scales \[1, 1\]",
+            id="draft-scale-shape",
+        ),
     ],
 )
 def test_bad_scales_are_refused(
@@ -194,3 +204,30 @@ def test_bad_scales_are_refused(
     edit(quantised_dir, change)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(CheckpointReader(quantised_dir), dsv4)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        pytest.param(torch.tensor([[255]], dtype=torch.uint8).view(torch.float8_e8m0fnu), id="e8m0"),
+        pytest.param(torch.tensor([[255]], dtype=torch.uint8), id="e8m0-as-bytes"),
+        pytest.param(torch.tensor([[float("nan")]]), id="float32"),
+    ],
+)
+@pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])
+@pytest.mark.parametrize(
+    "name", ["layers.1.attn.wq_b.scale", "mtp.0.attn.wq_a.scale"], ids=["layer", "draft"]
+)
+def test_nan_scales_are_refused(
+    dsv4: RuleTable,
+    quantised_dir: Path,
+    tmp_path: Path,
+    edit: Callable[..., None],
+    scale: torch.Tensor,
+    dequantise: bool,
+    name: str,
+) -> None:
+    edit(quantised_dir, lambda t: t.update({name: scale.clone()}))
+    with pytest.raises(CheckpointError, match=f"{name}: holds NaN or infinity"):
+        rewrite(quantised_dir, tmp_path / "out", dsv4, "dpsk-hf", dequantise=dequantise)
+    assert not (tmp_path / "out").exists()

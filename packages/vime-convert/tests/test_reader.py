@@ -29,7 +29,7 @@ def refused(directory: Path, table: RuleTable, message: str) -> str:
     return str(caught.value)
 
 
-def spoil(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+def spoil(name: str, value: float | torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name][3] = value
 
@@ -79,6 +79,21 @@ def spoil(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
             spoil("norm.weight", float("inf")),
             "norm.weight: holds NaN or infinity",
             id="infinity-in-norm",
+        ),
+        pytest.param(
+            spoil("layers.1.ffn.gate.tid2eid", torch.tensor([0, 4])),
+            "layers.1.ffn.gate.tid2eid: row 3 names expert 4, expected 0 to 3",
+            id="expert-id-too-large",
+        ),
+        pytest.param(
+            spoil("layers.0.ffn.gate.tid2eid", torch.tensor([-1, 2])),
+            "layers.0.ffn.gate.tid2eid: row 3 names expert -1, expected 0 to 3",
+            id="expert-id-negative",
+        ),
+        pytest.param(
+            spoil("layers.0.ffn.gate.tid2eid", torch.tensor([2, 2])),
+            "layers.0.ffn.gate.tid2eid: row 3 names expert 2 twice",
+            id="expert-twice",
         ),
     ],
 )  # fmt: skip
@@ -202,3 +217,9 @@ def test_bad_json(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"not valid JSON|expected a JSON object, got list"):
         read_json(path)
+
+
+def test_index_with_something_else_than_file_names(release_dir: Path) -> None:
+    (release_dir / INDEX).write_text(json.dumps({"weight_map": {"norm.weight": 3}}))
+    with pytest.raises(CheckpointError, match=r"weight_map\['norm.weight'\] to be a file name, got 3"):
+        CheckpointReader(release_dir)

@@ -88,3 +88,19 @@ def test_truncate(
     assert all(tensor.equal(whole[name]) for name, tensor in load_tensors(tmp_path / "out").items())
     with pytest.raises(CheckpointError, match="expected 1 to 4 layers to keep, got 5"):
         truncate(source, tmp_path / "more", 5, PLUGIN)
+
+
+@pytest.mark.parametrize("num_experts", [3, 16], ids=["3-experts", "16-experts"])
+def test_expert_ids(
+    dsv4_config: dict[str, Any],
+    tmp_path: Path,
+    num_experts: int,
+    make_checkpoint: Callable[..., Path],
+    load_tensors: Callable[..., Any],
+) -> None:
+    tensors = load_tensors(make_checkpoint(tmp_path / "a", dsv4_config | {"n_routed_experts": num_experts}))
+    ids = tensors["layers.1.ffn.gate.tid2eid"]
+    assert ids.dtype == torch.int64
+    assert sorted(ids.unique().tolist()) == list(range(num_experts))
+    assert (ids[:, 0] != ids[:, 1]).all()
+    assert not ids.equal(tensors["layers.0.ffn.gate.tid2eid"])

@@ -22,6 +22,7 @@ import torch
 
 from vime_convert import __version__
 from vime_convert.errors import CheckpointError, ConvertError, MissingExtra
+from vime_convert.hosts import quiet_hosts
 from vime_convert.inspection import inspect
 from vime_convert.plugin import PluginError, installed, load_plugin
 from vime_convert.reader import read_json
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # before anything has looked for them.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _show_own_warnings()
+    quiet_hosts()
     try:
         with _unwinding_on_sigterm():
             return arguments.run(arguments)

@@ -2,12 +2,10 @@
 """`vime-convert verify`: prove that Megatron and transformers are the same function on a checkpoint."""
 
 import argparse
-import logging
 import platform
 import shutil
 import sys
 import tempfile
-import warnings
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,17 +70,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _quiet_hosts() -> None:
-    """Silences what importing Megatron and loading in transformers print: the table is the output of this command."""
-    warnings.filterwarnings("ignore", module=r"(megatron|fla|torch)\.")
-    warnings.filterwarnings("ignore", category=SyntaxWarning)
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; prints the table and returns the exit status."""
-    _quiet_hosts()
     try:
         plugin = load_plugin(arguments.model_type, arguments.plugin)
         plugin.setup(arguments.device)
@@ -157,10 +146,12 @@ def _cases(
     """(name, maker of the checkpoint directory, sequence length, what it covers) for every case to run."""
     from vime_convert.hf2hf import rewrite
     from vime_convert.reader import read_json
+    from vime_convert.refused import refuse_known
     from vime_convert.tiny import make_tiny, truncate
 
     if arguments.hf:
         config = read_json(arguments.hf / "config.json")
+        refuse_known(config.get("model_type"))
         if config.get("model_type") != plugin.model_type:
             raise ConvertError(
                 f"{arguments.hf}: model_type {config.get('model_type')!r}, expected {plugin.model_type!r}"
