@@ -10,7 +10,6 @@ Each stage is checked, and the exit status is 1 if any check fails.
 """
 
 import argparse
-import copy
 import os
 import sys
 import tempfile
@@ -194,7 +193,7 @@ def train_and_check(steps: int, out: Path) -> int:
     training.save(middle, [run.model], run.optimizer)
     losses += run.train(tokens, middle, steps, args)
 
-    resumed = Run(copy.copy(args))
+    resumed = Run(args)
     first = training.load([resumed.model], resumed.optimizer)
     repeated = resumed.train(tokens, first, steps, args)
 
