@@ -22,6 +22,7 @@ PACKAGES = [*MEMBERS, "workspace"]
 NOT_HERE = "not gpu and not multi_gpu and not network and not dist and not slow"
 # Members that have GPU tests; for these, collecting none is an error.
 GPU_MEMBERS = ["vime-kernels", "vime-models"]
+BENCHED = [member for member in MEMBERS if (ROOT / "packages" / member / "benchmarks" / "run.py").exists()]
 
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv"
@@ -102,15 +103,17 @@ def cuda_devices() -> int:
     return sum(line.startswith("GPU ") for line in os.popen("nvidia-smi -L 2>/dev/null"))
 
 
-@nox.session
-def gpu_tests(session: nox.Session) -> None:
-    """Tests marked gpu. Skips loudly without a device; VIME_REQUIRE_GPU=1 makes that an error.
+def device_python(session: nox.Session, least: int) -> tuple[str, dict[str, str], list[str]]:
+    """Interpreter and environment of GPU tests, and pytest's words for several workers; skips with fewer devices.
 
-    With `nox --no-venv -s gpu_tests` it uses the interpreter that runs nox and installs nothing, for machines that
-    have torch but no network.
+    With `nox --no-venv` it is the interpreter that runs nox, and nothing is installed: for machines that have torch but
+    no network. VIME_REQUIRE_GPU=1 makes a missing device an error.
     """
-    if not cuda_devices():
-        reason = "no CUDA device: nvidia-smi lists none; set VIME_REQUIRE_GPU=1 to make this an error"
+    if (found := cuda_devices()) < least:
+        wanted = "no CUDA device" if not found else f"{found} CUDA device"
+        reason = (
+            f"{wanted}: nvidia-smi lists fewer than {least}; set VIME_REQUIRE_GPU=1 to make this an error"
+        )
         if os.environ.get("VIME_REQUIRE_GPU") == "1":
             session.error(reason)
         session.skip(reason)
@@ -123,19 +126,113 @@ def gpu_tests(session: nox.Session) -> None:
         python = "python"
     probe = "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no CUDA device'"
     session.run(python, "-c", probe, env=env, external=True)
+    # Nearly all the time is compilation of kernels, each on one core: share it, where pytest-xdist is there.
+    # pytest-benchmark, where that is installed, warns under xdist, and warnings are errors.
+    probe = "from importlib.util import find_spec; print(find_spec('xdist') is not None)"
+    parallel = str(session.run(python, "-c", probe, external=True, silent=True)).strip() == "True"
+    workers = ["-n", str(min(12, os.cpu_count() or 1)), "-p", "no:benchmark"] if parallel else []
+    return python, env, workers
+
+
+@nox.session
+def gpu_tests(session: nox.Session) -> None:
+    """Tests marked gpu. Skips loudly without a device; VIME_REQUIRE_GPU=1 makes that an error."""
+    python, env, workers = device_python(session, 1)
     for member in GPU_MEMBERS:
-        command = [
-            python,
-            "-m",
-            "pytest",
-            f"packages/{member}/tests",
-            "-q",
-            "-rs",
-            "-m",
-            "gpu and not multi_gpu",
-        ]
+        tests = f"packages/{member}/tests"
+        command = [python, "-m", "pytest", tests, "-q", "-rs", "-m", "gpu and not multi_gpu", *workers]
         # pytest's exit 5 (nothing collected) fails the session: a member listed here has GPU tests.
         session.run(*command, *session.posargs, env=env, external=True)
+
+
+@nox.session
+def multi_gpu_tests(session: nox.Session) -> None:
+    """Tests marked multi_gpu, over nccl on 2, 4 and 8 devices as far as there are. Skips loudly with fewer than 2."""
+    python, env, workers = device_python(session, 2)
+    # One worker per file: the ranks of a file are started once, and several files share the devices.
+    spread = [*workers, "--dist", "loadfile"] if workers else []
+    tests = "packages/vime-models/tests/multi_gpu"
+    command = [python, "-m", "pytest", tests, "-q", "-rs", "-m", "multi_gpu", *spread]
+    session.run(*command, *session.posargs, env=env, external=True)
+
+
+def vllm_files(session: nox.Session, *what: str) -> str:
+    """Runs the maker of vLLM's wheels and environment; what it prints. Skips where this machine cannot have them."""
+    script = ROOT / "packages/vime-vllm-patch/tests/environment.py"
+    command = [sys.executable, str(script), *what]
+    printed = str(session.run(*command, external=True, silent=True, success_codes=[0, 3])).strip()
+    if printed.startswith("no interpreter"):
+        session.skip(printed)
+    return printed
+
+
+def vllm_wheels(session: nox.Session) -> str:
+    """Folder with the published wheels that the patches are for, downloaded once."""
+    folder = str(session.cache_dir / "vllm-wheels")
+    vllm_files(session, "wheels", folder)
+    return folder
+
+
+def vllm_python(session: nox.Session) -> str:
+    """Interpreter of an environment with vLLM for CPUs, made once."""
+    return vllm_files(session, "venv", str(session.cache_dir / "vllm-venv"), vllm_wheels(session))
+
+
+@nox.session
+def patch_check(session: nox.Session) -> None:
+    """The vLLM patches on the published wheels: they fit exactly, come off again, and the patched modules work."""
+    sync(session, "--package", "vime-vllm-patch", "--group", "test")
+    tests = "packages/vime-vllm-patch/tests"
+    wheels = vllm_wheels(session)
+    env = {**pytest_env(), "VIME_VLLM_WHEELS": wheels}
+    session.run("pytest", f"{tests}/patch_check", "-q", "-m", "network", *session.posargs, env=env)
+    python = vllm_python(session)
+    trees = Path(session.create_tmp()).resolve()
+    for version in ("0.32.0", "0.33.0"):
+        tree = str(trees / version)
+        session.run("python", f"{tests}/environment.py", "unpack", tree, wheels, version)
+        session.run("vime-vllm-patch", "apply", "--vllm", tree)
+        env = {**pytest_env(), "PYTHONPATH": tree, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        session.run(python, "-m", "pytest", "-q", f"{tests}/vllm_units", env=env, external=True)
+
+
+@nox.session
+def vllm_tests(session: nox.Session) -> None:
+    """A real vLLM server on the CPU, patched, returns the picks that the trainer's model makes."""
+    python = vllm_python(session)
+    sync(session, "--all-packages", "--all-extras", "--group", "test")
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    where = str(session.run(python, "-c", query, external=True, silent=True)).strip()
+    # The environment is kept between runs, the patch may have changed since.
+    session.run("vime-vllm-patch", "revert", "--vllm", where)
+    session.run("vime-vllm-patch", "apply", "--vllm", where)
+    plugins = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", "tests/vllm_plugins"]
+    session.run(python, "-m", "pip", *plugins, external=True)
+    env = {**pytest_env(), "VIME_VLLM_SERVER_PYTHON": python}
+    session.run("pytest", "tests/server", "-q", "-m", "slow", *session.posargs, env=env)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """A million broken payloads, a thousand built ones and ten thousand random layouts, against slow oracles."""
+    sync(session, "--package", "vime-replay", "--all-extras", "--group", "test")
+    session.run(
+        "pytest", "packages/vime-replay/tests", "-q", "-m", "slow", *session.posargs, env=pytest_env()
+    )
+
+
+@nox.session
+@nox.parametrize("package", BENCHED, ids=BENCHED)
+def bench(session: nox.Session, package: str) -> None:
+    """Prints a package's benchmark table: ours beside its peers, in one run. Arguments go to its run.py."""
+    if package == "vime-kernels" and not cuda_devices() and "cpu" not in session.posargs:
+        session.skip(
+            "no CUDA device: nvidia-smi lists none; pass -- --device cpu to try the runner on tiny shapes"
+        )
+    sync(session, "--all-packages", "--all-extras")
+    # One core: the numbers are per core, and threads of torch would take the others.
+    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    session.run("python", f"packages/{package}/benchmarks/run.py", *session.posargs, env=env)
 
 
 @nox.session

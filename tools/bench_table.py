@@ -1,22 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns benchmark records into a Markdown table and a plot of the speed beside each peer.
+"""Turns benchmark records into a Markdown table, and into plots of the speed beside each peer.
 
 `--doc FILE` replaces what stands between `<!-- bench:begin -->` and `<!-- bench:end -->` in FILE; with `--check` it
-only compares. The records are those of packages/vime-kernels/benchmarks/run.py.
+only compares. `--png FOLDER` draws, and needs matplotlib: `uv run --with matplotlib tools/bench_table.py …`.
+The records are those of packages/vime-kernels/benchmarks/run.py.
 """
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-HEADER = "| operation | shape | direction | ms | peer time / ours | relative error | MiB |\n|" + 7 * " --- |"
-COLOURS = {"torch": "#4878a8", "torch.topk": "#6aa56e", "FlashMLA": "#c8734a"}
+HEADER = (
+    "| operation | shape | direction | ms | rate | peer time / ours | error, theirs | MiB, theirs |\n|"
+    + 8 * " --- |"
+)
+COLOURS = {
+ "torch.topk": "#888888", "FlashMLA": "#c8734a", "cuDNN": "#6aa56e", "TileLang": "#4878a8",
+    "DeepGEMM": "#a05aa0", "Miles": "#c9a227", "SGLang": "#2a9d8f", "TileKernels": "#b0413e", "DeepSeek": "#5c6bc0",
+}  # fmt: skip
+PLOTS = {
+    "kernels-attention": ("sparse_attention",),
+    "kernels-indexer": ("indexer", "topk", "kpool"),
+    "kernels-memory-bound": (
+        "gated_pool",
+        "fake_quant",
+        "act_quant",
+        "hadamard",
+        "mhc",
+        "sinkhorn",
+        "rotate",
+        "swiglu",
+    ),
+}  # fmt: skip
 Record = dict[str, Any]
 
 
@@ -25,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
     parser.add_argument("--doc", type=Path, help="Markdown file with the markers")
-    parser.add_argument("--svg", type=Path, help="plot to write")
+    parser.add_argument("--png", type=Path, help="folder for the plots")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
     records = json.loads(options.records.read_text())
     text = table(records)
-    if options.svg and not options.check:
-        options.svg.write_text(plot(records))
+    if options.png and not options.check:
+        for name, ops in PLOTS.items():
+            draw(bars(records, ops), records[0], options.png / f"{name}.png")
     if not options.doc:
         print(text)
         return 0
@@ -69,57 +89,83 @@ def cells(records: list[Record]) -> dict[tuple[str, str, str], list[Record]]:
 
 
 def table(records: list[Record]) -> str:
-    """The Markdown table, and a line on where the numbers come from."""
+    """The Markdown table, and a line on where the numbers come from.
+
+    Our time and rate are those of the record without a peer; each ratio is of two times measured in turns.
+    """
     lines = [HEADER]
     for (op, shape, direction), group in cells(records).items():
-        first = group[0]
-        if first["failure"]:
-            lines.append(f"| `{op}` | {shape} | {direction} | failed | | | |")
+        ours = group[0]
+        if ours["failure"]:
+            lines.append(f"| `{op}` | {shape} | {direction} | failed | | | | |")
             continue
-        peers = [f"{r['peer']} {r['ratio']:.{2 if r['ratio'] < 10 else 0}f}×" for r in group if r["ratio"]]
-        error = "exact" if first["rel_error"] == 0 else f"{first['rel_error']:.1e}"
-        numbers = [f"{first['ours_ms']:.3f}", ", ".join(peers), error, f"{first['peak_mib']:.0f}"]
-        lines.append(f"| {' | '.join([f'`{op}`', shape, direction, *numbers])} |")
+        peers = sorted((r for r in group if r["ratio"]), key=lambda r: (r["peer"] == "torch", r["peer"]))
+        ratios = [f"{r['peer']} {r['ratio']:.{2 if r['ratio'] < 10 else 0}f}×" for r in peers]
+        errors = [number(r["rel_error"]) for r in group[:1]]
+        errors += [f"{r['peer']} {number(r['peer_error'])}" for r in peers if r["peer"] != "torch"]
+        memory = [f"{ours['peak_mib']:.0f}"]
+        memory += [f"{r['peer']} {r['peer_peak_mib']:.0f}" for r in peers if r["peer"] != "torch"]
+        texts = [f"`{op}`", shape, direction, f"{ours['ours_ms']:.3f}", f"{ours['rate']:.0f} {ours['unit']}"]
+        texts += [", ".join(ratios), ", ".join(errors), ", ".join(memory)]
+        lines.append(f"| {' | '.join(texts)} |")
     source = records[0]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     lines += ["", f"{source['device']}, {versions}; commit {source['commit']}. `{source['command']}`"]
     return "\n".join(lines)
 
 
-def plot(records: list[Record]) -> str:
-    """An SVG with one bar per peer: how many times as long as ours the peer takes, on a logarithmic axis."""
-    bars = [record for record in records if record["ratio"]]
-    bars.sort(key=lambda r: (r["peer"] == "torch", r["op"], r["shape"], r["direction"]))
-    left, width, step = 330, 520, 17
-    low, high = -1.0, 2.0
-    height = step * len(bars) + 50
+def number(error: float | None) -> str:
+    """An error in a table."""
+    if error is None:
+        return "–"
+    return "exact" if error == 0 else f"{error:.1e}"
 
-    def x(ratio: float) -> float:
-        return left + width * (min(max(math.log10(ratio), low), high) - low) / (high - low)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 60}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="100%" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="14">time of the peer / our time (right of 1: ours is faster)</text>',
-    ]
-    for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100):
-        colour = "#444" if tick == 1 else "#ddd"
-        parts.append(
-            f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="30" y2="{height - 14}" stroke="{colour}"/>'
-        )
-        parts.append(f'<text x="{x(tick):.1f}" y="{height - 2}" text-anchor="middle">{tick:g}</text>')
-    for row, bar in enumerate(bars):
-        y = 32 + row * step
-        begin, end = sorted((x(1), x(bar["ratio"])))
-        label = f"{bar['op']} {bar['shape']} {bar['direction']} · {bar['peer']}"
-        parts.append(f'<text x="{left - 6}" y="{y + 10}" text-anchor="end">{escape(label)}</text>')
-        parts.append(
-            f'<rect x="{begin:.1f}" y="{y}" width="{max(end - begin, 1):.1f}" height="{step - 5}" '
-            f'fill="{COLOURS.get(bar["peer"], "#888")}"/>'
-        )
-        parts.append(f'<text x="{end + 4:.1f}" y="{y + 10}">{bar["ratio"]:.2g}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def bars(records: list[Record], ops: tuple[str, ...]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """(label, [(peer, ratio)]) of every cell of these operations that has a peer with kernels of its own."""
+    found = []
+    for (op, shape, direction), group in cells(records).items():
+        peers = [(record["peer"], record["ratio"]) for record in group if record["ratio"]]
+        peers = [pair for pair in peers if pair[0] != "torch"]
+        if op.startswith(ops) and peers:
+            found.append((f"{op}  {shape}  {direction}", peers))
+    return found
+
+
+def draw(rows: list[tuple[str, list[tuple[str, float]]]], source: Record, path: Path) -> None:
+    """A PNG with one line per cell and one dot per peer: how many times as long as ours the peer takes.
+
+    Raises:
+        SystemExit: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise SystemExit(
+            "bench_table: --png needs matplotlib; run it with `uv run --with matplotlib`"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.24 * len(rows)), layout="constrained")
+    axes.axvline(1, color="#444444", linewidth=1)
+    named: set[str] = set()
+    for place, (_, peers) in enumerate(rows):
+        for peer, ratio in peers:
+            colour = COLOURS.get(peer) or COLOURS.get(peer.split()[0].rstrip(","), "#000000")
+            label = peer if peer not in named else None
+            named.add(peer)
+            hollow = peer.endswith(("fast", "proposal"))
+            axes.plot(ratio, place, "o", color=colour, fillstyle="none" if hollow else "full", label=label)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.set_xlabel("time of the peer / our time, in the same run (right of 1: ours is faster)", fontsize=8)
+    axes.set_title(f"{source['device']}, commit {source['commit']}", fontsize=8)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

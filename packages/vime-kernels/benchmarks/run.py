@@ -1,271 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the registry: one line per case and direction, correctness first, and a JSON record for each (see README.md).
+"""Runs the registry beside its peers: one line per case and peer, and a JSON and CSV record for each (see README.md).
 
-Correctness: outputs and gradients of the Triton backend on few rows against the torch backend in float64 on the same
-values. Speed: median over launches with the L2 cache flushed in between, compilation excluded.
+One process per peer and share of the cases. All of them compile and compare at the same time; then they time, one after
+the other, so that nothing else runs on the device.
 """
 
 import argparse
+import contextlib
+import csv
+import importlib
 import json
 import os
-import statistics
+import queue
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from registry import Case, Problem, Scale, cases
+from gate import report as gate_report
+from measure import Record, ceilings, check, implemented, measure, words
+from models import Scale
+from peers import NAMES, Peer
+from problem import Case
+from registry import cases
 
-from vime_kernels.testing import rel_rms
-
-# Larger than any L2 cache these kernels meet.
-FLUSH_BYTES = 2**28
+SLOW = (
+    "torch",
+    "cudnn",
+    "tilelang",
+    "tilekernels",
+)  # compile for long, and share their cases among processes
+MARK = "@@"  # in front of what a child says to its parent
 
 
 def main() -> int:
-    """Command line; 1 when a result is wrong or a case failed."""
+    """Command line; 1 when one of our results failed or is not there."""
     options = arguments()
-    for library in options.load:
-        torch.ops.load_library(library)
-    begin = time.monotonic()
-    scale = scale_of(options)
-    chosen = [case for case in cases() if options.only in f"{case.op} {case.shape}"]
-    if options.worker:
-        share, workers = (int(number) for number in options.worker.split("/"))
-        for case in chosen[share::workers]:
-            print(
-                json.dumps({"case": name(case), **attempt(lambda case=case: errors(case, scale))}), flush=True
-            )
+    if options.gate:
+        print(gate_report(json.loads(Path(options.gate).read_text())))
         return 0
-    checked = check_in_workers(options, len(chosen)) if options.workers else {}
-    records: list[dict[str, Any]] = []
-    left_out = []
-    for measure in (ours, torch_peers) if options.torch else (ours,):
-        for case in chosen:
-            if time.monotonic() - begin > options.seconds:
-                left_out.append(f"{measure.__name__} {name(case)}")
-                continue
-            error = checked.get(name(case)) or attempt(lambda case=case: errors(case, scale))
-            for record in measure(case, scale, error, options.repeats, records):
-                records.append(record | context(options))
-                report(record)
-            if options.out:
-                Path(options.out).write_text(json.dumps(records, indent=1) + "\n")
-            if scale.device == "cuda":
-                torch.cuda.empty_cache()
-    if left_out:
-        print(f"left out, no time: {', '.join(left_out)}")
+    if options.child:
+        return child(options)
+    options.begin = time.monotonic()
+    children = [
+        Child(word, share, shares, options)
+        for word in options.peer
+        for shares in [options.shares if word.partition("=")[0] in SLOW else 1]
+        for share in range(shares)
+    ]
+    for each in children:
+        each.until("ready", options.begin + options.prepare + 60)
+    print(f"prepared in {time.monotonic() - options.begin:.0f} s", flush=True)
+    records: list[Record] = []
+    for each in children:
+        each.go()
+        for record in each.records(options.begin + options.seconds):
+            records.append(record | context(options))
+            print(line(record), flush=True)
+        if options.out:
+            write(sort(records), Path(options.out))
+    print(f"{len(records)} records in {time.monotonic() - options.begin:.0f} s")
     return int(any(record["failure"] for record in records))
 
 
 def arguments() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, in Triton's interpreter"
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, in Triton's interpreter")
+    add("--peer", action="append", default=[], metavar="NAME[=PATH[:PATH]]", help=f"of {', '.join(NAMES)}")
+    add("--only", default="", help="cases whose 'op shape' holds this text")
+    add("--rows", type=int, default=4096)
+    add("--context", type=int, default=16384)
+    add("--tokens", type=int, default=65536, help="of the small operations; hyper-connections take a quarter")
+    add("--repeats", type=int, default=30)
+    add("--shares", type=int, default=4, help="processes for each peer that compiles slowly")
+    add(
+        "--prepare", type=float, default=600.0, help="compile and compare no further case after these seconds"
     )
-    parser.add_argument("--only", default="", help="cases whose 'op shape' holds this text")
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--context", type=int, default=16384)
-    parser.add_argument(
-        "--tokens", type=int, default=65536, help="of gated_pool; hyper-connections take a quarter"
-    )
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no case after this many seconds"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=0, help="processes that check and compile before the timing"
-    )
-    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--torch", action="store_true", help="also time the torch backend")
-    parser.add_argument("--load", action="append", default=[], help="operator library of a peer (FlashMLA)")
-    parser.add_argument("--commit", default="", help="default: git describe")
-    parser.add_argument("--out", help="JSON file")
-    return parser.parse_args()
+    add("--seconds", type=float, default=3600.0, help="for everything")
+    add("--commit", default="", help="default: git describe")
+    add("--out", help="JSON file; the CSV file lies beside it")
+    add("--gate", metavar="JSON", help="only print which acceptance targets these records meet")
+    add("--child", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.peer = options.peer or ["torch"]
+    for word in options.peer:
+        if word.partition("=")[0] not in NAMES:
+            raise SystemExit(f"run.py: --peer {word}: expected one of {', '.join(NAMES)}")
+    if options.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SystemExit("run.py: --device cpu needs TRITON_INTERPRET=1 in the environment")
+    return options
+
+
+class Child:
+    """A process that measures one peer on its share of the cases."""
+
+    def __init__(self, peer: str, share: int, shares: int, options: argparse.Namespace) -> None:
+        self.label = f"{peer.partition('=')[0]} {share + 1}/{shares}"
+        paths = peer.partition("=")[2]
+        folders = [path for path in paths.split(":") if path and not path.endswith(".so")]
+        environment = os.environ | {
+            "PYTHONPATH": ":".join([*folders, os.environ.get("PYTHONPATH", "")]).strip(":")
+        }
+        command = [sys.executable, *sys.argv, "--child", f"{share}/{shares}/{peer}"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.said: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.ended = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.startswith(MARK):
+                self.said.put(json.loads(text[len(MARK) :]))
+            elif text.startswith(("absent", "left out", "miles:")):
+                print(f"{self.label}: {text.rstrip()}", flush=True)
+        self.said.put(None)
+
+    def until(self, word: str, deadline: float) -> Record | None:
+        """The next message with this word; None when the process ended or the time is up."""
+        while not self.ended:
+            try:
+                message = self.said.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                print(f"{self.label}: out of time, stopped", flush=True)
+                self.process.kill()
+                message = None
+            if message is None:
+                self.ended = True
+            elif word in message:
+                return message
+        return None
+
+    def go(self) -> None:
+        """Lets it time."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.close()
+
+    def records(self, deadline: float) -> list[Record]:
+        """What it measured."""
+        found = []
+        while (message := self.until("record", deadline)) is not None:
+            found.append(message["record"])
+        return found
+
+
+def child(options: argparse.Namespace) -> int:
+    """Checks, waits for its turn, times."""
+    begin = time.monotonic()
+    share, shares, word = options.child.split("/", 2)
+    name, _, paths = word.partition("=")
+    scale = scale_of(options)
+    peer = cast(Peer, importlib.import_module(f"peers.{name}"))
+    try:
+        peer.load([path for path in paths.split(":") if path])
+    except Exception as failure:  # libraries that do not fit raise all kinds of errors
+        print(f"absent: {name} is not installed: {words(failure)}", flush=True)
+        return 0
+    chosen = [case for case in cases() if options.only in case.name and implemented(case)]
+    chosen = [case for case in chosen if peer.OPS is None or case.op in peer.OPS]
+    checked = []
+    for case in chosen[int(share) :: int(shares)]:
+        if time.monotonic() - begin > options.prepare:
+            print(f"left out, no time: {case.name}", flush=True)
+            continue
+        checked.append(attempt(case, peer, scale))
+        free(scale)
+    say({"ready": True})
+    sys.stdin.readline()
+    if name == "torch" and share == "0":
+        for record in ceilings(scale, options.repeats):
+            say({"record": record})
+    for each in checked:
+        for record in measure(each, peer, scale, options.repeats, alone=name == "torch"):
+            say({"record": record})
+        free(scale)
+    return 0
+
+
+def attempt(case: Case, peer: Peer, scale: Scale) -> Any:
+    """The check; a problem that cannot be made is a failure of every direction."""
+    from measure import Checked
+
+    try:
+        return check(case, peer, scale)
+    except Exception as failure:
+        return Checked(case, failures=dict.fromkeys(case.directions, words(failure)))
+
+
+def free(scale: Scale) -> None:
+    """Gives the memory back: other processes share the device."""
+    if scale.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def say(message: dict[str, Any]) -> None:
+    """One message to the parent."""
+    print(f"{MARK}{json.dumps(message)}", flush=True)
 
 
 def scale_of(options: argparse.Namespace) -> Scale:
     """Full size on a device; on the CPU a few rows of narrow models in float32."""
     if options.device == "cuda":
         return Scale("cuda", torch.bfloat16, options.rows, options.context, options.tokens)
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        raise SystemExit("run.py: --device cpu needs TRITON_INTERPRET=1 in the environment")
     return Scale("cpu", torch.float32, 3, 16, 16, tiny=True)
-
-
-def name(case: Case) -> str:
-    """The case in words."""
-    return f"{case.op} {case.shape}"
-
-
-def attempt(check: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """The errors, or the failure in words: one broken case must not hide the others."""
-    try:
-        return {"errors": check(), "failure": None}
-    except Exception as failure:
-        return {"errors": {}, "failure": f"{type(failure).__name__}: {failure}"[:300]}
-
-
-def check_in_workers(options: argparse.Namespace, count: int) -> dict[str, dict[str, Any]]:
-    """`errors` of every case, from processes that share the compilation and fill Triton's cache."""
-    workers = min(options.workers, count)
-    command = [sys.executable, *sys.argv, "--workers", "0", "--worker"]
-    started = [
-        subprocess.Popen([*command, f"{share}/{workers}"], stdout=subprocess.PIPE, text=True)
-        for share in range(workers)
-    ]
-    results = {}
-    deadline = time.monotonic() + options.seconds
-    for process in started:
-        try:
-            output = process.communicate(timeout=max(1.0, min(deadline - time.monotonic(), 1e6)))[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = process.communicate()[0]
-        for line in output.splitlines():
-            if line.startswith("{"):
-                result = json.loads(line)
-                results[result["case"]] = result
-    return results
-
-
-def errors(case: Case, scale: Scale) -> dict[str, float]:
-    """Largest relative error of each direction, on few rows; infinite when integers differ."""
-    torch.manual_seed(0)
-    small = scale if scale.tiny else replace(scale, rows=64, tokens=4 * 256)
-    problem = case.make(small)
-    exact = {
-        kind: results(problem, "torch", torch.float64, kind) for kind in {d[:3] for d in case.directions}
-    }
-    found = {}
-    for direction in case.directions:
-        pairs = list(zip(results(problem, "triton", None, direction), exact[direction[:3]], strict=True))
-        if problem.exact:
-            found[direction] = 0.0 if all(torch.equal(*pair) for pair in pairs) else float("inf")
-        else:
-            found[direction] = max(
-                rel_rms(*(torch.nan_to_num(x, neginf=0.0) for x in pair)) for pair in pairs
-            )
-    return found
-
-
-def results(problem: Problem, backend: str, dtype: torch.dtype | None, direction: str) -> list[torch.Tensor]:
-    """The outputs, or for backward directions the gradients under fixed output gradients."""
-    leaves = [leaf.detach().to(dtype or leaf.dtype) for leaf in problem.leaves]
-    if direction == "fwd":
-        return list(problem.call(backend, *leaves))
-    outputs, leaves = differentiable(problem, backend, leaves, direction)
-    return list(torch.autograd.grad(outputs, leaves, output_grads(outputs)))
-
-
-def differentiable(
-    problem: Problem, backend: str, leaves: list[torch.Tensor], direction: str
-) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """Outputs with a graph, and the leaves that it hangs on. The lse of attention stays outside the loss."""
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    extra = {"repeatable": True} if direction.endswith("repeatable") else {}
-    outputs = problem.call(backend, *leaves, **extra)
-    keep = outputs[:1] if outputs[-1].ndim == 2 and len(outputs) == 2 else outputs
-    return keep, leaves
-
-
-def output_grads(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Random output gradients, the same values for every dtype."""
-    generator = torch.Generator(outputs[0].device).manual_seed(1)
-    shapes = [output.shape for output in outputs]
-    grads = [torch.randn(shape, device=outputs[0].device, generator=generator).bfloat16() for shape in shapes]
-    return [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
-
-
-def ours(
-    case: Case, scale: Scale, error: dict[str, Any], repeats: int, _: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Records of the Triton backend, alone and beside the peers that stand ready."""
-    made = []
-    for direction in case.directions:
-        record = blank(case, scale, direction, error)
-        try:
-            problem = case.make(scale)
-            record |= timed(launch(problem, "triton", direction), scale, repeats)
-            made.append(record)
-            peers = problem.peers if direction == "fwd" else {}
-            for peer, run in peers.items():
-                peer_ms = timed(run, scale, repeats)["ours_ms"]
-                made.append(record | {"peer": peer, "peer_ms": peer_ms, "ratio": peer_ms / record["ours_ms"]})
-        except Exception as failure:
-            made.append(record | {"failure": f"{type(failure).__name__}: {failure}"[:300]})
-    return made
-
-
-def torch_peers(
-    case: Case, scale: Scale, error: dict[str, Any], repeats: int, records: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Records of the torch backend, against what `ours` measured."""
-    made = []
-    for direction in case.directions[:2]:
-        known = [
-            r for r in records if (r["op"], r["shape"], r["direction"]) == (case.op, case.shape, direction)
-        ]
-        if not known or known[0]["failure"] or known[0]["ours_ms"] is None:
-            continue
-        record = known[0] | {"peer": "torch"}
-        try:
-            peer_ms = timed(launch(case.make(scale), "torch", direction), scale, max(1, repeats // 5))[
-                "ours_ms"
-            ]
-            made.append(record | {"peer_ms": peer_ms, "ratio": peer_ms / record["ours_ms"]})
-        except torch.OutOfMemoryError:
-            made.append(record | {"peer": "torch, out of memory"})
-    return made
-
-
-def blank(case: Case, scale: Scale, direction: str, error: dict[str, Any]) -> dict[str, Any]:
-    """A record before anything was timed."""
-    return {
-        "op": case.op, "shape": case.shape, "dtype": str(scale.dtype).removeprefix("torch."), "direction": direction,
-        "ours_ms": None, "peer": None, "peer_ms": None, "ratio": None,
-        "rel_error": error["errors"].get(direction), "peak_mib": None, "failure": error["failure"],
-    }  # fmt: skip
-
-
-def launch(problem: Problem, backend: str, direction: str) -> Callable[[], object]:
-    """What is timed: the call, or the backward pass of a call made before."""
-    if direction == "fwd":
-        return lambda: problem.call(backend, *problem.leaves)
-    outputs, leaves = differentiable(problem, backend, problem.leaves, direction)
-    grads = output_grads(outputs)
-    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
-
-
-def timed(run: Callable[[], object], scale: Scale, repeats: int) -> dict[str, float]:
-    """Median milliseconds, and the peak of what a launch adds to the memory in use."""
-    if scale.device == "cpu":
-        begin = time.perf_counter()
-        run()
-        return {"ours_ms": 1e3 * (time.perf_counter() - begin), "peak_mib": 0.0}
-    run()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    spans = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        spans.append((start, end))
-    torch.cuda.synchronize()
-    return {"ours_ms": statistics.median(a.elapsed_time(b) for a, b in spans), "peak_mib": peak / 2**20}
 
 
 def context(options: argparse.Namespace) -> dict[str, Any]:
@@ -277,26 +223,65 @@ def context(options: argparse.Namespace) -> dict[str, Any]:
     commit = (
         options.commit or subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
     )
+    # File names without their folders, which mean nothing elsewhere.
+    command = [word if "=" in word else Path(word).name for word in sys.argv[1:]]
     return {
         "commit": commit or "unknown",
         "device": torch.cuda.get_device_name() if cuda else "cpu, interpreter",
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        # File names without their folders, which mean nothing elsewhere.
-        "command": " ".join(["run.py", *(Path(word).name for word in sys.argv[1:])]),
+        "command": " ".join(["run.py", *(word.partition("=")[0] for word in command)]),
     }
 
 
-def report(record: dict[str, Any]) -> None:
-    """One line."""
-    label = f"{record['op']:20s} {record['shape']:20s} {record['direction']:14s}"
+def sort(records: list[Record]) -> list[Record]:
+    """In the order of the registry, ours without a peer first, then the peers as they are named."""
+    order = {(case.op, case.shape): place for place, case in enumerate(cases())}
+    return sorted(
+        records,
+        key=lambda r: (order.get((r["op"], r["shape"]), -1), r["direction"] != "fwd", r["direction"], r["peer"] or ""),
+    )  # fmt: skip
+
+
+def write(records: list[Record], path: Path) -> None:
+    """JSON and CSV, each written beside and renamed."""
+    for file, text in (
+        (path, json.dumps(records, indent=1) + "\n"),
+        (path.with_suffix(".csv"), table(records)),
+    ):
+        partial = file.with_suffix(file.suffix + ".part")
+        partial.write_text(text)
+        partial.replace(file)
+
+
+def table(records: list[Record]) -> str:
+    """The same as comma-separated values; versions as `name version`."""
+    import io
+
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        versions = " ".join(f"{name} {version}" for name, version in record["versions"].items())
+        writer.writerow(record | {"versions": versions})
+    return out.getvalue()
+
+
+def line(record: Record) -> str:
+    """Error and speed, ours and theirs."""
+    label = f"{record['op']:19s} {record['shape']:27s} {record['direction']:14s}"
     if record["failure"]:
-        print(f"{label} FAILED {record['failure']}", flush=True)
-        return
-    peer = f" {record['peer']} {record['peer_ms']:.3f} ms, {record['ratio']:.2f}x" if record["ratio"] else ""
-    error = "-" if record["rel_error"] is None else f"{record['rel_error']:.1e}"
-    print(
-        f"{label} {record['ours_ms']:9.3f} ms  error {error}  {record['peak_mib']:7.0f} MiB{peer}", flush=True
-    )
+        return f"{label} FAILED {record['failure']}"
+    text = f"{label} {record['ours_ms']:8.3f} ms {record['rate']:6.0f} {record['unit']:7s} "
+    text += f"error {number(record['rel_error'])} {record['peak_mib']:6.0f} MiB"
+    if record["peer"]:
+        text += f" | {record['peer']} {record['variant']} {record['peer_ms']:.3f} ms, error "
+        text += f"{number(record['peer_error'])}, {record['peer_peak_mib']:.0f} MiB: {record['ratio']:.2f}x"
+    return text
+
+
+def number(error: float | None) -> str:
+    """An error, short."""
+    return "-" if error is None else f"{error:.1e}"
 
 
 if __name__ == "__main__":

@@ -116,6 +116,13 @@ CASES = [
     raises("act_quant", "x in bfloat16, float16, float32 or float64", "torch.int64",
            lambda: quant.act_quant(torch.zeros(128, dtype=torch.int64)), TypeError),
     raises("hadamard", "x.shape[-1] to be a power of two", "6", lambda: quant.hadamard(X)),
+    raises("hadamard", "x.stride(-1) == 1", "4; pass x.contiguous()",
+           lambda: quant.hadamard(torch.zeros(4, 4).T)),
+    raises("fake_quant_fp8", "channels to be a multiple of block (2) and at most x.shape[-1]", "8 for [2, 4, 6]",
+           lambda: quant.fake_quant_fp8(X, 2, channels=8)),
+    raises("fake_quant_fp4", "channels=None with rotate=True (the rotation mixes all channels)", "2",
+           lambda: quant.fake_quant_fp4(X, 2, channels=2, rotate=True)),
+    raises("act_quant", "x.shape[-1] to be a power of two", "6", lambda: quant.act_quant(X, 2, rotate=True)),
     raises("hadamard", "x to be a tensor", "float", lambda: quant.hadamard(1.0), TypeError),
 ]  # fmt: skip
 
@@ -126,3 +133,24 @@ def test_message(call, kind, message):
     pattern = re.escape(message).replace(re.escape("one of, got"), r"one of \(.*\), got")
     with pytest.raises(kind, match=pattern):
         call()
+
+
+TOO_LARGE = torch.tensor([[0, -1], [1, 3]], dtype=torch.int32)
+PICK_CALLS = {
+    "sparse_attention": lambda: dsa.sparse_attention(torch.ones(2, 1, 4), torch.ones(3, 4), TOO_LARGE, 1.0),
+    "sparse_attention_v4": lambda: dsa.sparse_attention_v4(
+        torch.ones(2, 1, 4), torch.ones(2, 4), torch.ones(3, 4), 1.0, None, indices=TOO_LARGE
+    ),
+    "indexer_scores": lambda: dsa.indexer_scores(torch.ones(2, 1, 4), torch.ones(3, 4), None, TOO_LARGE),
+    "indexer_kl_target": lambda: dsa.indexer_kl_target(torch.ones(2, 1, 4), torch.ones(3, 4), TOO_LARGE, 1.0),
+}
+
+
+@pytest.mark.parametrize("op", PICK_CALLS)
+def test_picks_of_rows_that_do_not_exist_are_found_under_the_debug_flag(monkeypatch, op):
+    monkeypatch.delenv("VIME_KERNELS_DEBUG", raising=False)
+    PICK_CALLS[op]()  # means no row
+    monkeypatch.setenv("VIME_KERNELS_DEBUG", "1")
+    message = rf"vime_kernels.{op}: expected indices below 3 .*, or -1 for none, got indices\[1, 1\] == 3"
+    with pytest.raises(ValueError, match=message):
+        PICK_CALLS[op]()

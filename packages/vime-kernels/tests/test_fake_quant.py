@@ -159,6 +159,29 @@ def test_the_gradient_passes_straight_through(quant, dtype):
     assert_bitwise(x.grad, upstream)
 
 
+@pytest.mark.parametrize("quant", [fake_quant_fp8, fake_quant_fp4], ids=["fp8", "fp4"])
+def test_channels_behind_the_quantised_ones_are_copied(quant):
+    x = randn(4, 3, 72, seed=0, grad=True)
+    y, upstream = quant(x, 32, channels=64), randn(4, 3, 72, seed=1)
+    assert_bitwise(y[..., :64], quant(x[..., :64], 32))
+    assert_bitwise(y[..., 64:], x[..., 64:])
+    assert_bitwise(torch.autograd.grad(y, x, upstream)[0], upstream)
+    assert_bitwise(quant(x, 32, channels=0), x)
+
+
+@pytest.mark.parametrize("quant", [fake_quant_fp8, fake_quant_fp4], ids=["fp8", "fp4"])
+def test_rotation_before_quantisation(quant):
+    x, upstream = (
+        randn(4, 64, seed=0, dtype=torch.bfloat16, grad=True),
+        randn(4, 64, seed=1, dtype=torch.bfloat16),
+    )
+    y = quant(x, 32, rotate=True)
+    assert_bitwise(y, quant(hadamard(x), 32))
+    assert_bitwise(torch.autograd.grad(y, x, upstream)[0], hadamard(upstream))
+    for rotated, expected in zip(act_quant(x, 32, rotate=True), act_quant(hadamard(x), 32), strict=True):
+        assert_bitwise(rotated, expected)
+
+
 def test_strided_and_empty_inputs():
     x = randn(4, 6, 64, seed=0)
     assert_bitwise(fake_quant_fp8(x[:, ::2, 32:], 32), fake_quant_fp8(x[:, ::2, 32:].contiguous(), 32))

@@ -157,6 +157,22 @@ def test_a_layout_agrees_with_its_own_lengths_and_no_others(fields):
         assert again.rows().tolist() == layout.rows().tolist()
 
 
+@pytest.mark.parametrize(
+    "key_space, right, wrong",
+    [("padded", [0, 8, 12, 20, 24], [0, 5, 8, 15]), ("compact", [0, 5, 8, 15], [0, 8, 12, 20, 24])],
+)
+def test_keys_with_and_without_padding_are_told_apart(key_space, right, wrong):
+    """The lengths of the model's keys decide: the rebase must use the same ones."""
+    layout = PackLayout(EXAMPLE, cp_size=2, mode="zigzag", pad_multiple=4, key_space=key_space)
+    layout.check(right)
+    with pytest.raises(LayoutError, match=f"{key_space} key space"):
+        layout.check(wrong)
+    # Rank-local lengths, and lengths in groups instead of tokens.
+    for other in ([0, 4, 6, 10, 12], [0, 2, 3, 5, 6]):
+        with pytest.raises(LayoutError):
+            layout.check(other)
+
+
 def work(layout):
     """Keys that the rank's queries read or score in one ratio-4 and one ratio-128 layer of DeepSeek-V4-Flash."""
     _, position = layout.owners()

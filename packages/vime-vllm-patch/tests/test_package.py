@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton installs, imports alone and states its version."""
+"""The package installs, imports alone and states its version."""
 
 from importlib.metadata import version
 

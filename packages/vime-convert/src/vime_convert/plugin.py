@@ -58,7 +58,7 @@ class ModelPlugin:
             pipeline stage (world size 1).
         layer_states: `layer_states(chunks, hook)`; registers `hook(layer_index, state)` for every decoder
             layer, with `state` reshaped to what transformers returns ([b, s, h], or [b, s, n, h] for models
-            with residual streams). Returns the removable handles.
+            with residual streams). What a hook returns, if not None, replaces the state. Returns the removable handles.
         tiny_cases: the seeded random models of `verify --tiny`.
         init_tiny: `init_tiny(hf_name, shape, generator) -> tensor` in float32: the value of one floating tensor
             (release name) of a tiny checkpoint, so that norms, sinks and biases are never trivial. Tables of expert

@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -23,23 +22,28 @@ MIN_CAPABILITY = (9, 0)
 IMPLEMENTED: dict[str, tuple[str, ...]] = {
     "indexer_logits": ("triton", "torch"),
     "indexer_scores": ("triton", "torch"),
-    "indexer_kl_target": ("torch",),
-    "indexer_kl_loss": ("torch",),
+    "indexer_kl_target": ("triton", "torch"),
+    "indexer_kl_loss": ("triton", "torch"),
     "topk": ("triton", "torch"),
     "gated_pool": ("triton", "torch"),
-    "kpool_select": ("torch",),
+    "kpool_select": ("triton", "torch"),
     "sparse_attention": ("triton", "torch"),
     "sparse_attention_v4": ("triton", "torch"),
-    "act_quant": ("torch",),
-    "fake_quant_fp8": ("torch",),
-    "fake_quant_fp4": ("torch",),
-    "hadamard": ("torch",),
+    "act_quant": ("triton", "torch"),
+    "fake_quant_fp8": ("triton", "torch"),
+    "fake_quant_fp4": ("triton", "torch"),
+    "hadamard": ("triton", "torch"),
     "mhc_mixes": ("triton", "torch"),
-    "sinkhorn": ("torch",),
+    "sinkhorn": ("triton", "torch"),
     "mhc_pre": ("triton", "torch"),
     "mhc_post": ("triton", "torch"),
     "mhc_head": ("triton", "torch"),
+    "rotate": ("triton", "torch"),
+    "swiglu": ("triton", "torch"),
 }
+
+# Looked for, not imported. A constant, because torch.compile traces what decides.
+_HAS_TRITON = find_spec("triton") is not None
 
 _chosen: str | None = None
 _warned: set[tuple[str, str]] = set()
@@ -101,7 +105,7 @@ def resolve(
             f"for it (available: {', '.join(IMPLEMENTED[op])}); use 'torch' or 'auto'"
         )
     given = [t for t in tensors if t is not None]
-    on_cuda = bool(given) and all(t.is_cuda for t in given)
+    on_cuda = len(given) > 0 and all(t.is_cuda for t in given)
     if name == "auto" and not on_cuda:
         return "torch"
     reason = _machine_reason(given[0].device if on_cuda else None) or (
@@ -144,7 +148,7 @@ def interpreting() -> bool:
 
 def _machine_reason(device: torch.device | None) -> str | None:
     """Why no Triton kernel can run on this device, in words; None when one can. No device stands for the CPU."""
-    if not _has_triton():
+    if not _HAS_TRITON:
         return "the package triton is not installed"
     if interpreting():
         return None
@@ -154,11 +158,6 @@ def _machine_reason(device: torch.device | None) -> str | None:
     if capability < MIN_CAPABILITY:
         return f"the device has capability {capability}, below {MIN_CAPABILITY}"
     return None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _requested(op: str, argument: str | None) -> tuple[str, str]:

@@ -133,16 +133,35 @@ def choice(op: str, name: str, value: str, allowed: tuple[str, ...]) -> None:
         fail(op, f"{name} to be one of {allowed}", repr(value))
 
 
+def debugging() -> bool:
+    """Whether VIME_KERNELS_DEBUG=1 asks for the checks that read a device, at the price of waiting for it."""
+    return os.environ.get("VIME_KERNELS_DEBUG") == "1"
+
+
+def picks(op: str, rows: int, indices: torch.Tensor | None) -> None:
+    """Under VIME_KERNELS_DEBUG=1 no index names a row from `rows` on.
+
+    Otherwise such an index means no row, as a negative one does; made by mistake it would go unnoticed.
+    """
+    if indices is None or not indices.numel() or not debugging():
+        return
+    largest, where = indices.flatten().max(0)
+    if largest >= rows:
+        row, slot = divmod(int(where), indices.shape[1])
+        expected = f"indices below {rows} (the rows of the keys), or -1 for none"
+        fail(op, expected, f"indices[{row}, {slot}] == {int(largest)}")
+
+
 def cu_seqlens(op: str, cu: torch.Tensor, rows: int | None = None) -> None:
     """`cu` is int32 [B + 1], starts at 0, never decreases and ends at `rows` or before.
 
-    Values are read on the CPU only, or everywhere under VIME_KERNELS_DEBUG=1.
+    Values are read on the CPU only, or everywhere under VIME_KERNELS_DEBUG=1; never while torch.compile traces.
     """
     sizes(op, cu_seqlens=(cu, "B+1"))
     int32(op, cu_seqlens=cu)
     if cu.numel() < 1:
         fail(op, "cu_seqlens of at least one element", 0)
-    if cu.device.type != "cpu" and os.environ.get("VIME_KERNELS_DEBUG") != "1":
+    if torch.compiler.is_compiling() or (cu.device.type != "cpu" and not debugging()):
         return
     values = cu.tolist()
     if values[0] != 0 or any(a > b for a, b in pairwise(values)):

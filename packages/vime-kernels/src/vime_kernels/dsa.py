@@ -6,6 +6,7 @@ from vime_kernels.ops.gated_pool.select import kpool_select
 from vime_kernels.ops.indexer.interface import indexer_logits, indexer_scores, indexer_topk, lightning_indexer
 from vime_kernels.ops.indexer.ranges import causal_ranges
 from vime_kernels.ops.indexer_loss.interface import indexer_kl_loss, indexer_kl_target
+from vime_kernels.ops.rotary.interface import rotate
 from vime_kernels.ops.sparse_attention.interface import sparse_attention, sparse_attention_v4
 from vime_kernels.ops.topk.interface import TopKFn, get_topk_fn, topk
 
@@ -21,6 +22,7 @@ __all__ = [
     "indexer_topk",
     "kpool_select",
     "lightning_indexer",
+    "rotate",
     "sparse_attention",
     "sparse_attention_v4",
     "topk",

@@ -64,6 +64,19 @@ def test_mixes(device, dtype, T, n, C):
     compare(mixes, leaves, device, torch.float32, TOLERANCES)
 
 
+@pytest.mark.parametrize("T, n, iters", [(40, 4, 20), (3, 2, 1)])
+def test_sinkhorn(device, T, n, iters):
+    torch.manual_seed(T)
+    logits = 3 * torch.randn(T, n, n, device=device)
+    compare(
+        lambda b, x: mhc.sinkhorn(x, iters=iters, eps=1e-4, backend=b),
+        [logits],
+        device,
+        torch.float32,
+        TOLERANCES,
+    )
+
+
 @pytest.mark.parametrize("T, n, C", [(5, 4, 40), (3, 2, 33)])
 def test_pre_post_head(device, dtype, T, n, C):
     torch.manual_seed(T)

@@ -99,7 +99,9 @@ def test_a_nan_stays_in_its_row(device):
 
 @pytest.mark.parametrize("H, D, K", [(4, 16, 37), (3, 20, 5)])
 @pytest.mark.parametrize("weighted", [True, False], ids=["weights", "ones"])
-def test_scores_and_gradients(device, H, D, K, weighted):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "repeatable"])
+def test_scores_and_gradients(device, monkeypatch, H, D, K, weighted, deterministic):
+    monkeypatch.setattr(config, "ORDERED_BYTES", 2 * K * D * 4)  # several chunks of rows
     q, k, w, _, _ = problem(device, H, D)
     S, N = len(q), len(k)
     indices = torch.randint(-1, N + 1, (S, K), dtype=torch.int32, device=device)
@@ -108,7 +110,8 @@ def test_scores_and_gradients(device, H, D, K, weighted):
     results = []
     for dtype, backend in ((torch.float64, "torch"), (None, "triton")):
         inputs = [t.to(dtype or t.dtype).detach().clone().requires_grad_() for t in (q, k, w)]
-        scores = dsa.indexer_scores(*inputs[:2], inputs[2] if weighted else None, indices, backend=backend)
+        used = inputs[2] if weighted else None
+        scores = dsa.indexer_scores(*inputs[:2], used, indices, deterministic=deterministic, backend=backend)
         scores.masked_fill(scores.isneginf(), 0.0).backward(grad.to(scores.dtype))
         results.append([scores, *(t.grad for t in inputs if t.grad is not None)])
     expected, got = results

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several gloo processes on the CPU: `launch` in a test starts them, `serve` in their script runs the cases.
+"""Several ranks, gloo on the CPU or nccl on GPUs: `launch` in a test starts them, `serve` in their script runs cases.
 
-Importing Megatron takes longer than most cases. So all cases of one world size share one start, and the script is
-imported once: `serve` forks it into the ranks. A case is a function that every rank calls; what the ranks return
-comes back as a list. Ranks meet in a file, so no port is taken. When one rank fails, the others would wait for it in
-a collective for ever: all are killed then.
+Importing Megatron takes longer than most cases, so all cases of one world size share one start. On the CPU the script
+is imported once and `serve` forks it into the ranks; CUDA does not survive a fork, so there every rank is started on
+its own. A case is a function that every rank calls; what the ranks return comes back as a list. Ranks meet in a file,
+so no port is taken. When one rank fails, the others would wait for it in a collective for ever: all are killed then.
 """
 
 import json
@@ -17,11 +17,22 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Device = Literal["cpu", "cuda"]
+
+# In the script: what it was started for.
+ORDER: dict[str, Any] = json.loads(os.environ.get("VIME_DIST", "{}"))
+DEVICE: Device = ORDER.get("device", "cpu")
 
 
 def launch(
-    worker: Path, world: int, cases: Sequence[str], *args: str | Path, timeout: float = 300
+    worker: Path,
+    world: int,
+    cases: Sequence[str],
+    *args: str | Path,
+    timeout: float = 300,
+    device: Device = "cpu",
 ) -> dict[str, list[Any]]:
     """For each case, what the ranks returned, by rank.
 
@@ -31,49 +42,83 @@ def launch(
         cases: names for which the script has a function, run in this order.
         *args: further words for the script, `sys.argv[1:]`.
         timeout: seconds for all cases together.
+        device: "cuda" for nccl with a device per rank.
 
     Raises:
         RuntimeError: a rank failed, or the time is over; with the end of what the ranks printed.
     """
     with tempfile.TemporaryDirectory(prefix="vime-dist-") as scratch:
-        environment = os.environ | {
-            "VIME_DIST": json.dumps({"world": world, "cases": list(cases), "scratch": scratch}),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            # What Megatron does not find on a CPU is not the subject.
-            "PYTHONWARNINGS": "ignore",
-        }
-        logs = [Path(scratch) / name for name in ("parent", *(f"rank{rank}" for rank in range(world)))]
-        with logs[0].open("wb") as output:
-            parent = subprocess.Popen(
-                [sys.executable, "-u", str(worker), *map(str, args)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        order = {"world": world, "cases": list(cases), "scratch": scratch, "device": device}
+        if device == "cuda":
+            orders = [order | {"rank": rank} for rank in range(world)]
+        else:
+            orders = [order]
+        starts = [_start(worker, args, order) for order in orders]
         try:
-            trouble = "" if (code := parent.wait(timeout)) == 0 else f"ended with {code}"
-        except subprocess.TimeoutExpired:
-            trouble = f"not done after {timeout} s"
+            trouble = _outcome(starts, timeout)
         finally:
-            # The session: also ranks that wait for a dead one, and children of ranks.
-            _kill(parent)
+            # The sessions: also ranks that wait for a dead one, and children of ranks.
+            for start in starts:
+                _kill(start)
         if trouble:
-            tails = "\n".join(f"--- {log.name}\n{log.read_text()[-2500:]}" for log in logs if log.exists())
+            logs = sorted(Path(scratch).glob("*.log"))
+            tails = "\n".join(f"--- {log.stem}\n{log.read_text()[-2500:]}" for log in logs)
             raise RuntimeError(f"{worker.name}, world {world}, cases {', '.join(cases)}: {trouble}\n{tails}")
         return {name: json.loads((Path(scratch) / f"{name}.json").read_text()) for name in cases}
 
 
+def _start(worker: Path, args: Sequence[str | Path], order: dict[str, Any]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "VIME_DIST": json.dumps(order),
+        "OMP_NUM_THREADS": "1",
+        # What Megatron does not find on this machine is not the subject.
+        "PYTHONWARNINGS": "ignore",
+    }
+    # One queue of kernels per device, which Megatron wants with tensor parallelism before Blackwell.
+    environment |= (
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if order["device"] == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    with _log(order).open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", str(worker), *map(str, args)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _log(order: dict[str, Any]) -> Path:
+    return Path(order["scratch"]) / (f"rank{order['rank']}.log" if "rank" in order else "parent.log")
+
+
+def _outcome(starts: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
+    """What went wrong, in words; empty if all ended well."""
+    end = time.monotonic() + timeout
+    running = list(starts)
+    while running:
+        if time.monotonic() > end:
+            return f"not done after {timeout} s"
+        failed = [start.returncode for start in running if start.poll()]
+        if failed:
+            return f"ended with {failed[0]}"
+        running = [start for start in running if start.returncode is None]
+        time.sleep(0.05)
+    return ""
+
+
 def serve(cases: Mapping[str, Callable[[], Any]]) -> None:
-    """Forks into the ranks, which run the cases that `launch` asked for.
+    """Runs the cases that `launch` asked for: in this process if it is a rank, else in ranks forked from it.
 
     Args:
         cases: functions that return something JSON can hold.
     """
-    order = json.loads(os.environ["VIME_DIST"])
+    asked = {name: cases[name] for name in ORDER["cases"]}
+    if "rank" in ORDER:
+        _run(ORDER["rank"], asked)
+        return
     # The thread pool of a process does not survive a fork, so nothing may have computed yet.
-    ranks = {_fork(rank, order, cases): rank for rank in range(order["world"])}
+    ranks = {_fork(rank, asked): rank for rank in range(ORDER["world"])}
     while ranks:
         process, status = os.wait()
         if status:
@@ -82,32 +127,34 @@ def serve(cases: Mapping[str, Callable[[], Any]]) -> None:
         del ranks[process]
 
 
-def _fork(rank: int, order: dict[str, Any], cases: Mapping[str, Callable[[], Any]]) -> int:
+def _fork(rank: int, cases: Mapping[str, Callable[[], Any]]) -> int:
     """In the parent: the new process. The child never returns."""
     if process := os.fork():
         return process
-    scratch = Path(order["scratch"])
-    log = os.open(scratch / f"rank{rank}", os.O_WRONLY | os.O_CREAT)
+    log = os.open(_log(ORDER | {"rank": rank}), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        _run(rank, order["world"], scratch, {name: cases[name] for name in order["cases"]})
+        _run(rank, cases)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def _run(rank: int, world: int, scratch: Path, cases: Mapping[str, Callable[[], Any]]) -> None:
+def _run(rank: int, cases: Mapping[str, Callable[[], Any]]) -> None:
     import torch
     import torch.distributed as dist
 
     from vime_models.host import bringup
 
     torch.set_num_threads(1)
+    scratch, world = Path(ORDER["scratch"]), ORDER["world"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     store = dist.FileStore(str(scratch / "meeting"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=world)
     for name, case in cases.items():
         start = time.monotonic()
         results: list[Any] = [None] * world
@@ -118,9 +165,9 @@ def _run(rank: int, world: int, scratch: Path, cases: Mapping[str, Callable[[], 
     bringup.destroy_world()
 
 
-def _kill(parent: subprocess.Popen[bytes]) -> None:
+def _kill(start: subprocess.Popen[bytes]) -> None:
     try:
-        os.killpg(parent.pid, signal.SIGKILL)
+        os.killpg(start.pid, signal.SIGKILL)
     except ProcessLookupError:  # Everything has ended.
         return
-    parent.wait()
+    start.wait()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import serve
+from harness import DEVICE, serve
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -33,16 +33,21 @@ def gradients(mode: str, **options: Any) -> dict[str, torch.Tensor]:
     """Of the indexers' parameters, by release name, summed over context-parallel ranks."""
     directory = HERE / "checkpoint"
     with running_in(FLOAT64):
-        (model,) = PLUGIN.build(CONFIG, dtype=torch.float64, device="cpu", train_indexer=mode, **options)
+        (model,) = PLUGIN.build(CONFIG, dtype=torch.float64, device=DEVICE, train_indexer=mode, **options)
     if not directory.exists():
         dist.barrier()
         if dist.get_rank() == 0:
             make_tiny(CONFIG, directory, seed=0, plugin=PLUGIN)
         dist.barrier()
     load_checkpoint([model], CheckpointReader(directory), TABLE)
-    ids = torch.randint(CONFIG["vocab_size"], (1, sum(PADDED)), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        CONFIG["vocab_size"], (1, sum(PADDED)), generator=torch.Generator().manual_seed(0)
+    ).to(DEVICE)
     cp = parallel_state.get_context_parallel_group()
-    real, padded = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (REAL, PADDED))
+    real, padded = (
+        torch.tensor([0, *lengths]).cumsum(0).to(device=DEVICE, dtype=torch.int32)
+        for lengths in (REAL, PADDED)
+    )
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded
     )

@@ -14,9 +14,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import serve
-from layouts import LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS, REFUSED
-from step import CONFIG, TABLES, Step, build, difference, load, microbatches, train_step, wrap
+from harness import DEVICE, serve
+from layouts import LAYOUTS, NCCL_LAYOUTS, RECOMPUTATIONS, RECOMPUTED_LAYOUTS, REFUSED
+from step import (
+    COMPARED,
+    CONFIG,
+    TABLES,
+    Step,
+    build,
+    difference,
+    load,
+    microbatches,
+    packing,
+    train_step,
+    wrap,
+)
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.tiny import make_tiny
@@ -34,24 +46,36 @@ def reference() -> dict[str, float]:
     """Writes the checkpoint and what one process computes with plain autograd; how close it came to a tie."""
     make_tiny(CONFIG, HERE / "checkpoint", seed=0, table=TABLES[1], init=init_tiny)
     gap = float("inf")
-    for precision in PRECISIONS:
-        (model,) = load(build(precision), HERE / "checkpoint")
-        model.zero_grad()
-        step = Step()
-        with running_in(PRECISIONS[precision]):
-            with torch.no_grad(), Margins() as margins, indexer_gaps(model) as gaps:
-                for ids in microbatches():
-                    model(ids[:, :-1], None, None)
-            gap = min(gap, margins.topk, *gaps)
-            for number, ids in enumerate(microbatches()):
-                logits = model(ids[:, :-1], None, None)
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:])
-                (loss / len(microbatches())).backward()
-                step.logits[number], step.losses[number] = logits.detach().transpose(0, 1), loss.item()
-        step.grads = dict(export_tensors([model], TABLES[0], value=lambda p: p.grad))
-        torch.save(vars(step), HERE / f"{precision}.pt")
+    for precision in COMPARED:
+        for packed in (False, True):
+            gap = min(gap, reference_step(precision, packed))
         reference_with_draft(precision)
     return {"gap": gap}
+
+
+def reference_step(precision: str, packed: bool) -> float:
+    """One step without Megatron's schedule, to a file; how close it came to a tie."""
+    (model,) = load(build(precision), HERE / "checkpoint")
+    model.zero_grad()
+    step, batches = Step(), microbatches(packed)
+
+    def forward(number: int) -> torch.Tensor:
+        params = packing(number) if packed else None
+        logits: torch.Tensor = model(batches[number][:, :-1], None, None, packed_seq_params=params)
+        return logits
+
+    with running_in(PRECISIONS[precision]):
+        with torch.no_grad(), Margins() as margins, indexer_gaps(model) as gaps:
+            for number in range(len(batches)):
+                forward(number)
+        for number, ids in enumerate(batches):
+            logits = forward(number)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:])
+            (loss / len(batches)).backward()
+            step.logits[number], step.losses[number] = logits.detach().transpose(0, 1), loss.item()
+    step.grads = dict(export_tensors([model], TABLES[0], value=lambda p: p.grad))
+    torch.save(vars(step), HERE / f"{precision}{'-packed' if packed else ''}.pt")
+    return min(margins.topk, *gaps)
 
 
 def reference_with_draft(precision: str) -> None:
@@ -72,7 +96,7 @@ def indexer_gaps(model: Any) -> Iterator[list[float]]:
     def watched(
         scores: torch.Tensor, k: int, starts: torch.Tensor, ends: torch.Tensor, **keywords: Any
     ) -> torch.Tensor:
-        column = torch.arange(scores.shape[1])
+        column = torch.arange(scores.shape[1], device=scores.device)
         visible = (column >= starts[:, None]) & (column < ends[:, None])
         best = scores.masked_fill(~visible, float("-inf")).sort(-1, descending=True).values
         if best.shape[1] > k:
@@ -99,8 +123,9 @@ def run(precision: str, plant: Callable[[Any], None] | None = None, **layout: An
 
 def equals_one_process(precision: str, **options: Any) -> dict[str, Any]:
     """How far a layout is from one process."""
-    draft = "-draft" if options.get("mtp_num_layers") else ""
-    return difference(run(precision, **options), Step(**torch.load(HERE / f"{precision}{draft}.pt")))
+    kind = "-draft" if options.get("mtp_num_layers") else "-packed" if options.get("cp", 1) > 1 else ""
+    reference = torch.load(HERE / f"{precision}{kind}.pt", map_location=DEVICE)
+    return difference(run(precision, **options), Step(**reference))
 
 
 def unsummed_stream_gradients(model: Any) -> None:
@@ -160,8 +185,8 @@ CASES = {
     "reference": reference,
     **{
         f"{name}-{precision}": partial(equals_one_process, precision, **options)
-        for name, (_, options) in LAYOUTS.items()
-        for precision in PRECISIONS
+        for name, (_, options) in (LAYOUTS | NCCL_LAYOUTS).items()
+        for precision in COMPARED
     },
     **{
         f"{layout}-recompute-{name}": partial(recomputed, LAYOUTS[layout][1], options)

@@ -60,7 +60,11 @@ ORIGINAL_POST = hyper_connection.mhc_post
 
 # What a slip of the pen would look like; every one must move the logits.
 MISTAKES = {
-    "output not rotated back": (attention, "rotate", lambda x, cos, sin: rope.rotate(x, cos, sin.abs())),
+    "output not rotated back": (
+        attention,
+        "rotate",
+        lambda *a, **k: rope.rotate(*a, **k | {"inverse": False}),
+    ),
     "one table for every layer": (
         rope.RotaryTable,
         "cos_sin",
@@ -76,7 +80,11 @@ MISTAKES = {
         "local_positions",
         lambda cu, n: thd.local_positions(cu, n) + 1,
     ),
-    "query heads not normalised": (attention, "unit_rms", lambda x, eps: x),
+    "query heads not normalised": (
+        attention,
+        "rotate",
+        lambda *a, **k: rope.rotate(*a, **k | {"norm_eps": None}),
+    ),
     "stream mixing not transposed": (
         hyper_connection,
         "mhc_post",
@@ -93,7 +101,7 @@ MISTAKES = {
         lambda *a, eps, norm_eps, **k: ORIGINAL_CONNECT(*a, eps=norm_eps, norm_eps=eps, **k),
     ),
     "scores without a root": (moe, "router_scores", torch.nn.functional.softplus),
-    "indexer without rotation": (indexer, "rotate", lambda x, cos, sin: x),
+    "indexer without rotation": (indexer, "rotate", lambda x, *a, **k: x),
     "sub-blocks share a connection": (
         layer,
         "connect",

@@ -38,7 +38,7 @@ def test_rotation_is_complex_multiplication_of_trailing_pairs():
     cos, sin = table.cos_sin(positions, x.dtype)
     rotated = rotate(x, cos, sin)
     torch.testing.assert_close(rotated, torch.cat((x[..., :3], turned), -1), rtol=0, atol=1e-13)
-    torch.testing.assert_close(rotate(rotated, cos, -sin), x, rtol=0, atol=1e-13)
+    torch.testing.assert_close(rotate(rotated, cos, sin, inverse=True), x, rtol=0, atol=1e-13)
 
 
 def test_table_stays_float32_for_bfloat16_activations():

@@ -4,9 +4,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from vime_convert.tiny import make_tiny
 from vime_convert.verify.case import run_case
+from vime_convert.verify.compare import relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("transformers", minversion="5.24", reason="the reference needs transformers >= 5.24")
@@ -19,5 +21,28 @@ def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
     PLUGIN.setup("cuda")
     case = next(case for case in PLUGIN.tiny_cases if case.name == name)
     make_tiny(case.config, tmp_path / "hf", seed=1, plugin=PLUGIN)
-    result = run_case(PLUGIN, tmp_path / "hf", name=name, seq_len=case.seq_len, device="cuda")
+    precisions = ("float64", "float32", "bfloat16")
+    result = run_case(
+        PLUGIN, tmp_path / "hf", name=name, seq_len=case.seq_len, device="cuda", precisions=precisions
+    )
     assert result.ok, [check for check in result.checks if not check.ok]
+
+
+def test_projections_of_the_compressor_keep_float32_results() -> None:
+    from vime_models.dsv4.compressor import _wide_linear
+
+    torch.manual_seed(0)
+    x, weight, grad = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((300, 4096), (512, 4096), (300, 512))
+    )
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        a, w = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        out = _wide_linear(a, w)
+        out.backward(grad.to(out.dtype))
+        results.append((out, a.grad, w.grad))
+    (out, *grads), (exact, *exact_grads) = results
+    assert out.dtype is torch.float32
+    assert relative(out, exact) < 1e-6, "bfloat16 would be at 2e-3"
+    assert max(relative(g, e) for g, e in zip(grads, exact_grads, strict=True)) < 4e-3

@@ -102,11 +102,10 @@ def one_entry_too_early(visible: Any, self: TokenLayout, ratio: int) -> Any:
 
 
 def forget_inverse_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = attention.rotate, [0]
+    original = attention.rotate
 
-    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1  # attention rotates queries, keys, and then the output back
-        return x if calls[0] % 3 == 0 else original(x, cos, sin)
+    def rotate(x: torch.Tensor, *args: Any, inverse: bool = False, **kwargs: Any) -> torch.Tensor:
+        return x if inverse else original(x, *args, **kwargs)
 
     monkeypatch.setattr(attention, "rotate", rotate)
 
@@ -190,7 +189,10 @@ FORWARD_PATCHES: dict[str, tuple[str, Patch]] = {
             lambda f, *args, **kw: f(*args, **(kw | {"eps": kw["norm_eps"], "norm_eps": kw["eps"]})),
         ),
     ),
-    "query-norm-dropped": ("flash", wrap(attention, "unit_rms", lambda f, x, eps: x)),
+    "query-norm-dropped": (
+        "flash",
+        wrap(attention, "rotate", lambda f, *a, **k: f(*a, **k | {"norm_eps": None})),
+    ),
     "inverse-rotation-dropped": ("flash", forget_inverse_rotation),
     "bias-in-the-weights": (
         "flash",

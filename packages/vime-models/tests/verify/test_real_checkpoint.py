@@ -66,7 +66,8 @@ def test_a_difference_exits_1_and_names_the_layer(
 ) -> None:
     from vime_models.dsv4 import attention
 
-    monkeypatch.setattr(attention, "unit_rms", lambda x, eps: x)
+    original = attention.rotate
+    monkeypatch.setattr(attention, "rotate", lambda *a, **k: original(*a, **k | {"norm_eps": None}))
     words = ("--hf", str(stored), "--num-layers", "1", "--dtype", "float64", "--checks", "logits")
     assert verify(*words) == 1
     assert "first layer that differs: 0" in capsys.readouterr().out

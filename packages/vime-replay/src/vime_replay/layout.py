@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every query row and every key of a packed microbatch is: the one description that packing and model share.
 
-Longer than 350 lines, because orders, offsets and their inverses are one object that must not disagree with itself.
-
 A microbatch is one stream of rows: its samples one after the other, each padded to its extent, then a tail of padding.
 Context parallelism gives every rank a part of the stream, in one of three orders:
 
@@ -25,58 +23,12 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from vime_replay.layout_parts import Exchange, Ints, LayoutError, Span, require, round_up
+
+__all__ = ["PADDING", "Exchange", "LayoutError", "PackLayout", "Span"]
+
 Order = Literal["local", "contiguous", "balanced"]
 PADDING = -1
-
-
-class LayoutError(ValueError):
-    """A layout that cannot work; the message has the rule and the nearest valid value."""
-
-
-def _require(ok: bool, what: str, expected: str, actual: object, advice: str) -> None:
-    if not ok:
-        raise LayoutError(f"vime_replay.layout: {what}: expected {expected}, got {actual}; {advice}")
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive local rows that are consecutive rows of one sample.
-
-    Attributes:
-        dst_start: first local row.
-        sample: index of the sample; -1 for padding that belongs to none.
-        src_start: position of that row in the sample.
-        n_real: rows that hold tokens.
-        n_pad: rows after them that hold padding.
-    """
-
-    dst_start: int
-    sample: int
-    src_start: int
-    n_real: int
-    n_pad: int
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """How one rank takes part in an all-to-all that reorders rows: `local[send_order]` out, `received[recv_order]` in.
-
-    Attributes:
-        send_order: local rows, sorted by the rank that wants them.
-        send_counts: rows for each rank.
-        recv_counts: rows from each rank.
-        recv_order: position in the received buffer of each row of the new order.
-    """
-
-    send_order: Ints
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
-    recv_order: Ints
 
 
 @dataclass(frozen=True)
@@ -121,45 +73,47 @@ class PackLayout:
         }
         for field, allowed in choices.items():
             value = getattr(self, field)
-            _require(
-                value in allowed, field, f"one of {', '.join(allowed)}", repr(value), "pass one of these"
-            )
-        _require(all(n >= 0 for n in self.lengths), "lengths", "no negative length", self.lengths, "drop it")
-        _require(
+            require(value in allowed, field, f"one of {', '.join(allowed)}", repr(value), "pass one of these")
+        require(all(n >= 0 for n in self.lengths), "lengths", "no negative length", self.lengths, "drop it")
+        require(
             0 <= self.cp_rank < self.cp_size,
             "cp_rank",
             f"0 <= cp_rank < {self.cp_size}",
             self.cp_rank,
             "pass rank and size of the context-parallel group",
         )
-        _require(
+        require(
             self.pad_multiple >= 1, "pad_multiple", "at least 1", self.pad_multiple, "pass 1 for no padding"
         )
         if self.fmt == "bshd":
             longest, parts = max(self.lengths, default=0), self._parts
             extent = longest if self.max_seqlen is None else self.max_seqlen
-            _require(
-                extent >= longest, "max_seqlen", f"at least {longest}", extent, f"pass {_up(longest, parts)}"
+            require(
+                extent >= longest,
+                "max_seqlen",
+                f"at least {longest}",
+                extent,
+                f"pass {round_up(longest, parts)}",
             )
             rule = f"a multiple of {parts} ({'2 * ' if parts > self.cp_size else ''}cp_size)"
-            _require(extent % parts == 0, "max_seqlen", rule, extent, f"pass {_up(extent, parts)}")
-        _require(self.total < 2**31, "rows", "fewer than 2**31", self.total, "split the microbatch")
-        _require(
+            require(extent % parts == 0, "max_seqlen", rule, extent, f"pass {round_up(extent, parts)}")
+        require(self.total < 2**31, "rows", "fewer than 2**31", self.total, "split the microbatch")
+        require(
             self.total % self.cp_size == 0,
             "rows",
             f"a multiple of cp_size ({self.cp_size})",
             self.total,
-            f"pad to {_up(self.total, self.cp_size)}",
+            f"pad to {round_up(self.total, self.cp_size)}",
         )
         if self.query_order == "balanced" and self.cp_size > 1:
             extent = self.total if self.fmt == "thd" else self.padded_lengths[0] if self.lengths else 0
             even = 2 * self.cp_size
-            _require(
+            require(
                 extent % even == 0,
                 "rows to balance",
                 f"a multiple of 2 * cp_size ({even})",
                 extent,
-                f"pad to {_up(extent, even)}",
+                f"pad to {round_up(extent, even)}",
             )
 
     @classmethod
@@ -182,12 +136,12 @@ class PackLayout:
         else:
             samples, tail = extents[:-1], sum(extents[-1:])
         for index, extent in enumerate(samples):
-            _require(
+            require(
                 probe.mode == "contiguous" or extent % parts == 0,
                 f"zigzag, sample {index}",
                 f"a length that is a multiple of 2 * cp_size ({parts})",
                 extent,
-                f"pad it to {_up(extent, parts)}",
+                f"pad it to {round_up(extent, parts)}",
             )
         return replace(probe, lengths=samples, tail=tail)
 
@@ -206,23 +160,23 @@ class PackLayout:
         thd = self.fmt == "thd"
         per_rank = self.local_rows // (1 if thd else len(self.lengths))
         unit = 1 if thd else self._parts * group
-        _require(
+        require(
             per_rank >= window,
             "rows of a sequence per context-parallel rank" if not thd else "rows per context-parallel rank",
             f"at least the window ({window})",
             per_rank,
-            f"pad to {_up(window * self.cp_size, unit)} rows, or use context parallelism of at most "
+            f"pad to {round_up(window * self.cp_size, unit)} rows, or use context parallelism of at most "
             f"{max(1, per_rank * self.cp_size // window)}",
         )
         if not thd:
             extent = self.padded_lengths[0]
             factors = f"{'2 * ' if self.mode == 'zigzag' else ''}cp_size * {group}"
-            _require(
+            require(
                 extent % unit == 0,
                 "max_seqlen",
                 f"a multiple of {unit} ({factors})",
                 extent,
-                f"pass {_up(extent, unit)}",
+                f"pass {round_up(extent, unit)}",
             )
 
     @property
@@ -235,7 +189,7 @@ class PackLayout:
         if self.fmt == "bshd":
             extent = max(self.lengths, default=0) if self.max_seqlen is None else self.max_seqlen
             return (extent,) * len(self.lengths)
-        return tuple(_up(n, self._parts) if self.mode == "zigzag" else n for n in self.lengths)
+        return tuple(round_up(n, self._parts) if self.mode == "zigzag" else n for n in self.lengths)
 
     @cached_property
     def total(self) -> int:
@@ -243,7 +197,7 @@ class PackLayout:
         rows = sum(self.padded_lengths)
         if self.tail is not None:
             return rows + self.tail
-        return rows if self.fmt == "bshd" else _up(rows, self.cp_size * self.pad_multiple)
+        return rows if self.fmt == "bshd" else round_up(rows, self.cp_size * self.pad_multiple)
 
     @property
     def local_rows(self) -> int:
@@ -340,8 +294,15 @@ class PackLayout:
             recv_order,
         )
 
+    @property
+    def key_cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """int32: cumulative tokens that keys are made of; padding is left out of a compact key space."""
+        if self.key_space != "compact":
+            return self.cu_seqlens
+        return np.concatenate([np.zeros(1, np.int32), np.cumsum(self.lengths, dtype=np.int32)])
+
     def check(self, cu_seqlens: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Compares with the cumulative lengths that the model works with.
+        """Compares with the cumulative lengths that the model takes its keys from.
 
         Args:
             cu_seqlens: of the whole stream. A tail of padding may be one more sample, part of the last one, or several.
@@ -349,17 +310,13 @@ class PackLayout:
         Raises:
             LayoutError: a sample starts elsewhere, or the stream ends elsewhere: keys would be addressed wrongly.
         """
-        given, own = np.asarray(cu_seqlens, np.int64), self.cu_seqlens.astype(np.int64)
+        given, own = np.asarray(cu_seqlens, np.int64), self.key_cu_seqlens.astype(np.int64)
         samples = len(self.lengths)
-        ok = (
-            len(given) > samples
-            and given[-1] == self.total
-            and np.array_equal(given[:samples], own[:samples])
-        )
-        _require(
+        ok = len(given) > samples and given[-1] == own[-1] and np.array_equal(given[:samples], own[:samples])
+        require(
             bool(ok),
             "cumulative lengths of the model",
-            f"{own.tolist()}",
+            f"{own.tolist()} ({self.key_space} key space)",
             given.tolist(),
             "build both from one PackLayout",
         )

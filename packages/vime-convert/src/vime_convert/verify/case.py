@@ -13,6 +13,7 @@ import torch
 
 from vime_convert.plugin import ModelPlugin
 from vime_convert.verify.compare import Check, LayerError, compare_forward, compare_gradients
+from vime_convert.verify.pinned import compare_pinned
 from vime_convert.verify.precision import PRECISIONS, Precision
 from vime_convert.verify.roundtrip import check_round_trips
 from vime_convert.verify.runs import Candidate, Reference, draw_ids
@@ -91,9 +92,18 @@ def run_case(
         if not {"logits", "grad"} & set(checks):
             break
         tick(f"{name}: {precision.name}, transformers")
-        reference = Reference(directory, precision, device, plugin.rules(config))
+        pinned = precision.dtype is torch.bfloat16
+        reference = Reference(directory, _STORAGE if pinned else precision, device, plugin.rules(config))
         if ids is None:
             ids = draw_ids(reference, config["vocab_size"], seq_len, seed)
+        if pinned:
+            tick(f"{name}: {precision.name}, Megatron")
+            candidate = Candidate(plugin, config, directory, precision, device)
+            forward, result.layer_errors[precision.name] = compare_pinned(
+                reference, candidate, ids, precision
+            )
+            result.checks += forward
+            continue
         expected = reference.run(ids, gradients="grad" in checks)
         del reference
         tick(f"{name}: {precision.name}, Megatron")

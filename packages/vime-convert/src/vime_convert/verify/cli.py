@@ -39,7 +39,7 @@ def add_parser(verbs: Any) -> None:
         "--case", action="append", metavar="NAME", help="with --tiny: only this case (repeatable)"
     )
     parser.add_argument("--checks", default="logits,grad,roundtrip", help="comma-separated subset")
-    parser.add_argument("--dtype", default=None, help="comma-separated: float64, float32")
+    parser.add_argument("--dtype", default=None, help="comma-separated: float64, float32, bfloat16")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and token ids")
     parser.add_argument(
@@ -99,7 +99,7 @@ def _verify(plugin: ModelPlugin, arguments: argparse.Namespace) -> int:
     if arguments.cases is not None and arguments.cases < 1:
         raise ConvertError(f"--cases: expected at least 1, got {arguments.cases}")
     checks = _choice(arguments.checks, CHECKS, "--checks")
-    default = "float32" if arguments.hf else "float64,float32"
+    default = "float32" if arguments.hf else "float64,float32,bfloat16"
     dtypes = _choice(arguments.dtype or default, tuple(PRECISIONS), "--dtype")
     results = []
     with tempfile.TemporaryDirectory(prefix="vime-verify-") as scratch:

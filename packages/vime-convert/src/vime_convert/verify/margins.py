@@ -48,6 +48,38 @@ class Margins(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class RowGaps(TorchFunctionMode):
+    """Records how close every row of the top-k calls inside came to another selection.
+
+    Attributes:
+        calls: per call, the distance between the last value taken and the first left out, relative to the largest
+            magnitude of the row; inf where nothing finite is left out. Flat, in row order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Looks at the operand of top-k, then runs `func` unchanged."""
+        kwargs = kwargs or {}
+        if func in TOPK:
+            values, k = args[0].detach(), args[1] if len(args) > 1 else kwargs["k"]
+            if values.shape[-1] > k:
+                best = values.sort(dim=-1, descending=True).values
+                cut = best[..., k]
+                scale = values.masked_fill(~torch.isfinite(values), 0).abs().amax(-1).clamp_min(1e-30)
+                gap = torch.where(torch.isfinite(cut), (best[..., k - 1] - cut) / scale, float("inf"))
+                self.calls.append(gap.flatten())
+        return func(*args, **kwargs)
+
+
 def _cut_gap(values: torch.Tensor, k: int, dim: int) -> float:
     """Smallest gap at the cut over all rows; rows without a (k+1)-th finite value have no cut."""
     if values.shape[dim] <= k:

@@ -8,7 +8,7 @@ from vime_convert.verify.case import CaseResult
 from vime_convert.verify.precision import PRECISIONS
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 280, 64, 150, 16, 44
-COLOURS = {"float64": "#2f6fde", "float32": "#d9822b"}
+COLOURS = {"float64": "#2f6fde", "float32": "#d9822b", "bfloat16": "#2a9d6f"}
 LOW, HIGH = -17, 1  # decades shown: below float64's rounding up to a relative error of 10
 
 

@@ -18,7 +18,7 @@ from vime_convert.plugin import ModelPlugin
 from vime_convert.reader import CheckpointReader
 from vime_convert.rules import RuleTable
 from vime_convert.verify.compare import Trace
-from vime_convert.verify.margins import Margins
+from vime_convert.verify.margins import Margins, RowGaps
 from vime_convert.verify.precision import Precision, running_in
 
 # Two float32 programs differ by less than this before a selection or a clamp, so neither crosses the edge alone.
@@ -70,6 +70,26 @@ class Reference:
         with torch.no_grad(), running_in(self.precision), Margins() as margins:
             self.model(ids.to(self.device), use_cache=False)
         return margins
+
+    def row_gaps(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """Per layer, how close each token [S] came to another selection, see `RowGaps`; ids are [1, S]."""
+        per_layer: list[torch.Tensor] = []
+
+        def collect(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+            gap = torch.full((ids.shape[1],), float("inf"))
+            for call in gaps.calls:
+                gap = torch.minimum(gap, call.float().cpu())
+            gaps.calls.clear()
+            per_layer.append(gap)
+
+        handles = [layer.register_forward_hook(collect) for layer in self.model.model.layers]
+        try:
+            with torch.no_grad(), RowGaps() as gaps:
+                self.model(ids.to(self.device), use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return per_layer
 
     def run(self, ids: torch.Tensor, *, gradients: bool) -> Trace:
         """Logits, streams after each layer and, if asked for, gradients of the next-token loss."""
@@ -124,10 +144,31 @@ class Candidate:
                     parameter.fill_(float("nan"))
             load_checkpoint(self.chunks, CheckpointReader(directory), self.table)
 
+    def run_pinned(self, ids: torch.Tensor, given: list[torch.Tensor]) -> Trace:
+        """What each layer and the head make of given streams: layer i starts from those after layer i - 1."""
+        states: dict[int, torch.Tensor] = {}
+
+        def replace(layer: int, state: torch.Tensor) -> torch.Tensor:
+            states[layer] = state.detach().cpu()
+            return given[layer].to(state)
+
+        handles = self.plugin.layer_states(self.chunks, replace)
+        try:
+            with torch.no_grad(), running_in(self.precision):
+                logits = self.plugin.forward(self.chunks, ids.to(self.device))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Trace(logits.cpu(), [states[i] for i in sorted(states)])
+
     def run(self, ids: torch.Tensor, *, gradients: bool) -> Trace:
         """Logits, streams after each layer and, if asked for, gradients of the next-token loss."""
         states: dict[int, torch.Tensor] = {}
-        handles = self.plugin.layer_states(self.chunks, lambda i, s: states.__setitem__(i, s.detach().cpu()))
+
+        def keep(layer: int, state: torch.Tensor) -> None:
+            states[layer] = state.detach().cpu()
+
+        handles = self.plugin.layer_states(self.chunks, keep)
         try:
             with running_in(self.precision), torch.set_grad_enabled(gradients):
                 logits = self.plugin.forward(self.chunks, ids.to(self.device))

@@ -156,12 +156,16 @@ def forward(chunks: list[torch.nn.Module], input_ids_BS: torch.Tensor) -> torch.
 
 
 def layer_states(
-    chunks: list[torch.nn.Module], hook: Callable[[int, torch.Tensor], None]
+    chunks: list[torch.nn.Module], hook: Callable[[int, torch.Tensor], torch.Tensor | None]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Calls `hook(layer_index, state [b, s, h])` after every decoder layer; returns the removable handles."""
+    """Calls `hook(layer_index, state [b, s, h])` after every decoder layer; returns the removable handles.
 
-    def watch(layer: Any, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
-        hook(layer.layer_number - 1, output[0].transpose(0, 1))
+    What the hook returns, if not None, replaces the state.
+    """
+
+    def watch(layer: Any, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any] | None:
+        replaced = hook(layer.layer_number - 1, output[0].transpose(0, 1))
+        return None if replaced is None else (replaced.transpose(0, 1), output[1])
 
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]  # type: ignore[union-attr]
     return [layer.register_forward_hook(watch) for layer in layers]

@@ -158,10 +158,11 @@ class DSv4Attention(MegatronModule):
         cos, sin = self.rope.cos_sin(layout.positions, x.dtype)
         q_lora = self.q_norm(self.wq_a(x)[0])
         q_SHD = self.wq_b(q_lora)[0].view(-1, self.heads, self.head_dim)
-        q_SHD = rotate(unit_rms(q_SHD, self.config.layernorm_epsilon), cos, sin)
+        backend = self.options.backend
+        q_SHD = rotate(q_SHD, cos, sin, norm_eps=self.config.layernorm_epsilon, backend=backend)
         key_x = self.cp.with_halo(x, layout)
         key_rotation = self.rope.cos_sin(layout.key_positions, x.dtype) if layout.halo else (cos, sin)
-        kv_ND = rotate(self.kv_norm(self.wkv(key_x)[0]), *key_rotation)
+        kv_ND = rotate(self.kv_norm(self.wkv(key_x)[0]), *key_rotation, backend=backend)
         kv_ND = self._shared(quantise_latent(kv_ND, self.options))
         entries, chosen = self._compressed(key_x, q_lora, layout)
         q_SHD = self.cp.balance(q_SHD, layout)
@@ -173,7 +174,7 @@ class DSv4Attention(MegatronModule):
             self.attn_sink,
             window=self.window,
             return_lse=True,
-            backend=self.options.backend,
+            backend=backend,
             **self.cp.queries(layout).window,
             **chosen,
         )
@@ -190,7 +191,7 @@ class DSv4Attention(MegatronModule):
                 layout,
             )
         # Values carry their key's rotation; turning back at the query leaves the relative position.
-        o_SHD = rotate(self.cp.restore(attended, layout), cos, -sin)
+        o_SHD = rotate(self.cp.restore(attended, layout), cos, sin, inverse=True, backend=backend)
         z_SGR = self.wo_a(o_SHD.reshape(len(x), self.groups, -1))
         return self.wo_b(z_SGR.flatten(1))[0]
 
@@ -228,9 +229,3 @@ class DSv4Attention(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         return sharded
-
-
-def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) over the last axis, float32 inside and one cast: the weightless norm of a query head."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -6,6 +6,8 @@ channels and the second half of its own, so it covers 8 tokens at stride 4. Toke
 no entry. Sources: DeepSeek-V4 technical report, eqs. 9-12 (CSA) and 20-23 (HCA).
 """
 
+from typing import Any, cast
+
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -73,11 +75,31 @@ class Compressor(MegatronModule):
             # An entry stands at the first token of its group.
             positions = local_positions(cu_entries, pooled.shape[0]) * self.ratio
         entries = self.norm(pooled.to(hidden.dtype))
-        return rotate(entries, *table.cos_sin(positions, hidden.dtype))
+        backend = self.config.vime_dsv4.backend
+        return rotate(entries, *table.cos_sin(positions, hidden.dtype), backend=backend)
+
+
+class _WideLinear(torch.autograd.Function):
+    """x · wᵀ with operands as stored and the result in float32, on tensor cores and without wide copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        # Rounded as every other gradient that enters a product with a bfloat16 weight.
+        grad = grad.to(x.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad
+        return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # The pooled entries feed a discrete selection, so the projection is not rounded to bfloat16 first:
     # operands as stored, result in float32, which is what the rollout engine computes.
+    if x.is_cuda and x.dtype is weight.dtype is torch.bfloat16 and "dtype" in torch.ops.aten.mm.overloads():
+        return cast(torch.Tensor, _WideLinear.apply(x, weight))
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.nn.functional.linear(x.to(wide), weight.to(wide))

@@ -6,6 +6,8 @@ frozen, because weight decay alone would move them away from the rollout engine'
 a loss of its own. Source: DeepSeek-V4 technical report, eqs. 13-17.
 """
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,12 +29,14 @@ class Indexer(MegatronModule):
         cp: of the attention.
 
     Attributes:
-        topk_fn: picks from scores; the seam for recording or replaying picks. Signature of
-            `vime_kernels.dsa.topk`.
+        topk_fn: picks from scores. Signature of `vime_kernels.dsa.topk`.
+        replay: gives the picks of all rows, or asks for those that it does not have; see `dsv4.replay`. None: every
+            row is selected here.
         last_loss: the indexer's loss of the last microbatch with gradients, for logs; None if it is not trained.
     """
 
     last_loss: torch.Tensor | None = None
+    replay: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, cp: ContextParallel) -> None:
         super().__init__(config)
@@ -65,13 +69,22 @@ class Indexer(MegatronModule):
 
         Args: as for `select`.
         """
-        options = self.config.vime_dsv4
-        keys = quantise_indexer(self.compressor(hidden, layout, table), options)
+        queries = self._queries(q_lora, layout.positions, table)
+        return queries, self._keys(hidden, layout, table), self._weights(hidden, layout)
+
+    def _queries(self, q_lora: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
         queries = self.linear_wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
-        queries = rotate(queries, *table.cos_sin(layout.positions, hidden.dtype))
+        options = self.config.vime_dsv4
+        queries = rotate(queries, *table.cos_sin(positions, q_lora.dtype), backend=options.backend)
+        return quantise_indexer(queries, options)
+
+    def _keys(self, hidden: torch.Tensor, layout: TokenLayout, table: RotaryTable) -> torch.Tensor:
+        return quantise_indexer(self.compressor(hidden, layout, table), self.config.vime_dsv4)
+
+    def _weights(self, hidden: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         weights = self.linear_weights_proj(layout.own(hidden))[0]
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        return quantise_indexer(queries, options), keys, weights * (self.n_heads * self.head_dim) ** -0.5
+        return weights * (self.n_heads * self.head_dim) ** -0.5
 
     @torch.no_grad()
     def select(
@@ -87,14 +100,30 @@ class Indexer(MegatronModule):
             layout: of the T tokens.
             table: rotation of the layer.
         """
-        queries, own_keys, weights = self.project(hidden, q_lora, layout, table)
-        keys = self.cp.gather_entries(own_keys, layout, self.compressor.ratio)
-        return indexer_topk(
-            self.cp.balance(queries, layout),
-            keys,
-            self.cp.balance(weights, layout),
-            *self.cp.queries(layout).visible(self.compressor.ratio),
-            max(1, min(self.topk, keys.shape[0])),
-            topk_fn=self.topk_fn,
-            backend=self.config.vime_dsv4.backend,
-        )
+        ratio, order = self.compressor.ratio, self.cp.queries(layout)
+        starts, ends = order.visible(ratio)
+
+        def select(rows: torch.Tensor | None, width: int | None) -> torch.Tensor:
+            """Picks of all rows, or of the given ones; every rank communicates, whether it was given rows or not."""
+            keys = self.cp.gather_entries(self._keys(hidden, layout, table), layout, ratio)
+            weights = self.cp.balance(self._weights(hidden, layout), layout)
+            first, end = starts, ends
+            if rows is None:
+                queries = self.cp.balance(self._queries(q_lora, layout.positions, table), layout)
+            else:
+                queries = self._queries(self.cp.balance(q_lora, layout)[rows], order.positions[rows], table)
+                weights, first, end = weights[rows], starts[rows], ends[rows]
+            return indexer_topk(
+                queries,
+                keys,
+                weights,
+                first,
+                end,
+                width or max(1, min(self.topk, keys.shape[0])),
+                topk_fn=self.topk_fn,
+                backend=self.config.vime_dsv4.backend,
+            )
+
+        if self.replay is None:
+            return select(None, None)
+        return self.replay(select, rows=len(starts), ticket=layout.replay_ticket, device=hidden.device)

@@ -5,8 +5,8 @@
     experts = top-k of s + bias, or tid2eid[token id] in the leading layers
     weight_e = scale · s_e / (Σ over chosen of s + 1e-20)
 
-The bias decides the selection only. Experts and the shared expert are Megatron's, with both halves of the SwiGLU
-input clamped. Left out: auxiliary losses, group limits, token dropping, replay of routing.
+The bias decides the selection only. Experts are in `experts`, with both halves of the SwiGLU
+input clamped. Left out: auxiliary losses, group limits, token dropping.
 Source: DeepSeek-V4 technical report, section 2.1.
 """
 
@@ -52,13 +52,27 @@ class ScoreRouter(TopKRouter):
             padding_mask: [s, b], True for padding, which does not count as load.
         """
         scores_TE = router_scores(logits.flatten(0, 1))
-        picks_TK = (scores_TE + self.expert_bias).topk(self.topk, dim=-1).indices
+        picks_TK = self._select(scores_TE + self.expert_bias)
         weights, routing_map = self.combine_weights(scores_TE, picks_TK)
         # Counts for Megatron's bias update; the first pass of a recomputed layer has no gradients and is not counted.
         if torch.is_grad_enabled() and self.config.moe_router_bias_update_rate:
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
             self.local_tokens_per_expert += counted.sum(0)
         return weights, routing_map
+
+    def _select(self, biased_TE: torch.Tensor) -> torch.Tensor:
+        """int64 [T, K] best experts, or those that a replay of routes gives."""
+
+        def best(scores: torch.Tensor, k: int, **ignored: object) -> tuple[torch.Tensor, torch.Tensor]:
+            values, indices = scores.topk(k, dim=-1)
+            return values, indices
+
+        if self.router_replay is None:
+            return best(biased_TE, self.topk)[1]
+        picks: torch.Tensor = self.router_replay.get_replay_topk(
+            biased_TE, self.topk, default_compute_topk=best
+        )[1]
+        return picks
 
     def combine_weights(
         self, scores_TE: torch.Tensor, picks_TK: torch.Tensor

@@ -82,13 +82,17 @@ def forward(chunks: list[torch.nn.Module], input_ids_BS: torch.Tensor) -> torch.
 
 
 def layer_states(
-    chunks: list[torch.nn.Module], hook: Callable[[int, torch.Tensor], None]
+    chunks: list[torch.nn.Module], hook: Callable[[int, torch.Tensor], torch.Tensor | None]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Calls `hook(layer_index, streams [b, s, n, h])` after every decoder layer; returns the removable handles."""
+    """Calls `hook(layer_index, streams [b, s, n, h])` after every decoder layer; returns the removable handles.
 
-    def watch(layer: Any, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
+    What the hook returns, if not None, replaces the streams.
+    """
+
+    def watch(layer: Any, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any] | None:
         streams = output[0].unflatten(-1, (layer.config.vime_dsv4.hc_mult, -1))
-        hook(layer.layer_number - 1, streams.transpose(0, 1))
+        replaced = hook(layer.layer_number - 1, streams.transpose(0, 1))
+        return None if replaced is None else (replaced.transpose(0, 1).flatten(-2), output[1])
 
     return [
         layer.register_forward_hook(watch) for chunk in cast(Any, chunks) for layer in chunk.decoder.layers

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 
-from vime_kernels.quant import fake_quant_fp4, fake_quant_fp8, hadamard
+from vime_kernels.quant import fake_quant_fp4, fake_quant_fp8
 from vime_models.dsv4.config import DSv4Options
+from vime_models.dsv4.experts import Experts
 from vime_models.dsv4.recipes import RECIPES
 from vime_models.host.backend import Backend
 
@@ -26,8 +26,8 @@ def quantise_latent(kv: torch.Tensor, options: DSv4Options) -> torch.Tensor:
     recipe = RECIPES.get(options.qat)
     if recipe is None:
         return kv
-    still, turning = kv.split([kv.shape[-1] - options.rope_dim, options.rope_dim], dim=-1)
-    return torch.cat([fake_quant_fp8(still, recipe.latent_block, backend=options.backend), turning], dim=-1)
+    still = kv.shape[-1] - options.rope_dim
+    return fake_quant_fp8(kv, recipe.latent_block, channels=still, backend=options.backend)
 
 
 def quantise_indexer(x: torch.Tensor, options: DSv4Options) -> torch.Tensor:
@@ -35,10 +35,8 @@ def quantise_indexer(x: torch.Tensor, options: DSv4Options) -> torch.Tensor:
     recipe = RECIPES.get(options.qat)
     if recipe is None:
         return x
-    if recipe.hadamard:
-        x = hadamard(x, backend=options.backend)
     quantise = fake_quant_fp4 if recipe.indexer_format == "fp4" else fake_quant_fp8
-    return quantise(x, recipe.indexer_block, backend=options.backend)
+    return quantise(x, recipe.indexer_block, rotate=recipe.hadamard, backend=options.backend)
 
 
 class _Fp4Weight:
@@ -62,10 +60,11 @@ class Fp4RowLinear(_Fp4Weight, RowParallelLinear):
 
 
 def experts_of(backend: Backend, options: DSv4Options) -> Any:
-    """The class of the routed experts: the backend's, or one whose weights are rounded to FP4."""
-    recipe = RECIPES.get(options.qat)
-    if recipe is None or not recipe.expert_block:
+    """The class of the routed experts: the backend's, or local ones, whose weights may be rounded to FP4."""
+    if backend.column_linear is not ColumnParallelLinear:
         return backend.experts
-    return partial(
-        SequentialMLP, submodules=MLPSubmodules(linear_fc1=Fp4ColumnLinear, linear_fc2=Fp4RowLinear)
-    )
+    linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
+    recipe = RECIPES.get(options.qat)
+    if recipe is not None and recipe.expert_block:
+        linears = (Fp4ColumnLinear, Fp4RowLinear)
+    return partial(Experts, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1]))

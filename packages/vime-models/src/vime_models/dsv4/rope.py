@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from vime_convert.dsv4.hf_config import Yarn
+from vime_kernels import dsa
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,24 @@ def _inv_freq(table: RotaryTable, dtype: torch.dtype, device: torch.device) -> t
     return inv_freq.to(device)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x with its trailing channel pairs rotated by the tabulated angles; pass -sin for the inverse.
+def rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    inverse: bool = False,
+    norm_eps: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """x with its trailing channel pairs rotated by the tabulated angles, float32 inside and rounded once.
 
     Args:
-        x: [T, ..., D]; the first D - 2P channels are returned unchanged.
+        x: heads [T, H, D], or one head [T, D].
         cos: [T, P].
         sin: [T, P].
+        inverse: turn back.
+        norm_eps: divide a head by its root mean square first, with this epsilon and no weight.
+        backend: see `vime_kernels.dsa.rotate`.
     """
-    pairs = cos.shape[-1]
-    shape = (cos.shape[0],) + (1,) * (x.ndim - 2) + (pairs,)
-    cos, sin = cos.view(shape), sin.view(shape)
-    still, turning = x[..., : -2 * pairs], x[..., -2 * pairs :]
-    even, odd = turning.to(cos.dtype).unflatten(-1, (pairs, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((still, turned.to(x.dtype)), dim=-1)
+    heads = x if x.ndim == 3 else x[:, None]
+    return dsa.rotate(heads, cos, sin, inverse=inverse, norm_eps=norm_eps, backend=backend).view(x.shape)

@@ -6,7 +6,7 @@ parameters are exact. Activations are what this package's modules keep when each
 and output; the torch reference of those ops keeps more. Importable without torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,15 +127,15 @@ def layer_kept(hf: DSv4HFConfig, layer: int, width: int) -> Iterator[Kept]:
     yield Kept("attention: low-rank output", hf.o_groups * hf.o_lora_rank * width, "tp")
     if ratio:
         channels = d * (2 if ratio == 4 else 1)
-        # The projection runs in float32, so its input is kept in float32, once for each of the two products.
-        yield Kept("compressor", 2 * (D + channels) * 4 + d * (4 + 2 * width) / ratio, "")
+        # Both projections come out in float32.
+        yield Kept("compressor", 2 * channels * 4 + d * (4 + 2 * width) / ratio, "")
     if ratio == 4:
         yield Kept("picks", hf.index_topk * 4, "")
     yield Kept("MoE: streams, its input and output", (n + 2) * D * width + mixes, "sp")
     yield Kept("MoE: normed input", D * width, "sp", moe=True)
     yield Kept("MoE: scores", 5 * hf.num_experts * 4, "sp", moe=True)
-    yield Kept("MoE: routed experts", K * (D + 6 * F) * width, "ep", moe=True)
-    yield Kept("MoE: shared expert", 6 * F * width, "tp", moe=True)
+    yield Kept("MoE: routed experts", K * (D + 3 * F) * width, "ep", moe=True)
+    yield Kept("MoE: shared expert", 3 * F * width, "tp", moe=True)
 
 
 def layer_messages(hf: DSv4HFConfig, layer: int, width: int, *, etp: int) -> Iterator[Message]:
@@ -161,3 +161,32 @@ def flops_per_token(hf: DSv4HFConfig) -> float:
     weights = [w for layer in range(hf.num_layers) for w in layer_weights(hf, layer)] + list(head_weights(hf))
     active = hf.experts_per_token / hf.num_experts
     return 2.0 * sum(w.elements * (active if w.split == "ep" else 1.0) for w in weights)
+
+
+def attention_flops(hf: DSv4HFConfig, layer: int, length: int) -> float:
+    """Multiply-adds times 2 of a layer's attention over one sequence, forward: scores and values of what its queries
+    see, and the indexer's scores of all visible entries.
+    """
+    ratio, window, K = hf.compress_ratios[layer], hf.window, hf.index_topk
+    keys = _sum_of_min(length, 1, window)
+    entries = _sum_of_min(length, ratio, length) if ratio else 0
+    selected = _sum_of_min(length, ratio, K) if ratio == 4 else entries
+    scored = entries if ratio == 4 else 0
+    return (
+        4.0 * hf.num_heads * hf.head_dim * (keys + selected)
+        + 2.0 * hf.index_n_heads * hf.index_head_dim * scored
+    )
+
+
+def forward_flops(hf: DSv4HFConfig, lengths: Sequence[int]) -> float:
+    """Of all layers and the head over packed sequences."""
+    attention = sum(attention_flops(hf, layer, n) for layer in range(hf.num_layers) for n in lengths)
+    return flops_per_token(hf) * sum(lengths) + attention
+
+
+def _sum_of_min(length: int, ratio: int, most: int) -> int:
+    """Sum of min(most, p // ratio) for p = 1 … length."""
+    full = min(most, length // ratio)
+    # Below the bound, `ratio` positions share each count; the first group counts 0.
+    below = ratio * full * (full - 1) // 2
+    return below + full * (length - ratio * full + 1)

@@ -7,7 +7,6 @@ from functools import partial
 from megatron.core.transformer.identity_op import IdentityFuncOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from vime_models.dsv4 import native
 from vime_models.dsv4.attention import DSv4Attention
 from vime_models.dsv4.config import DSv4Options, attach
+from vime_models.dsv4.experts import SharedExpert
 from vime_models.dsv4.head import StreamHead
 from vime_models.dsv4.layer import DSv4TransformerLayer
 from vime_models.dsv4.moe import DSv4MoELayer, HashRouter, ScoreRouter
@@ -53,7 +53,7 @@ def _layer_spec(options: DSv4Options, backend: Backend, ratio: int, *, hashed: b
     mlp = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
     moe = MoESubmodules(
         experts=experts_of(backend, options),
-        shared_experts=partial(SharedExpertMLP, submodules=mlp),
+        shared_experts=partial(SharedExpert, submodules=mlp),
         router=HashRouter if hashed else ScoreRouter,
     )
     return ModuleSpec(

@@ -33,6 +33,7 @@ class TokenLayout:
         halo: rows of its left neighbour that precede the keys of each slice; 0 where the rank holds everything.
             Before the first row of the stream they hold zeros, and no query sees them.
         real_lengths: int32 [B], tokens of each sequence before its padding; None without padding.
+        replay_ticket: which microbatch this is, for the replay of picks; None if the trainer does not say.
     """
 
     cu_seqlens: torch.Tensor
@@ -41,6 +42,7 @@ class TokenLayout:
     batch: int | None
     halo: int = 0
     real_lengths: torch.Tensor | None = None
+    replay_ticket: Any = None
 
     def pack(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s, b, h] to [T, h]: sequences one after the other."""
@@ -171,11 +173,12 @@ def token_layout(
     """
     length, batch = hidden.shape[:2]
     total, first = length * cp_size, length * cp_rank
+    ticket = getattr(packed, "replay_ticket", None)
     if packed is None or packed.qkv_format != "thd":
         sequences = torch.arange(batch + 1, dtype=torch.int32, device=hidden.device) * total
         # Slices of a batch that is all here are adjacent.
         starts, length = (sequences[:-1] + first, length) if halo else (sequences[:1], length * batch)
-        return TokenLayout(sequences, starts, length, batch, halo)
+        return TokenLayout(sequences, starts, length, batch, halo, replay_ticket=ticket)
     cu_seqlens = packed_lengths(packed)
     if batch != 1 or cu_seqlens is None:
         raise ValueError(
@@ -193,7 +196,7 @@ def token_layout(
     real_lengths = None
     if packed.cu_seqlens_q is not None and packed.cu_seqlens_q_padded is not None:
         real_lengths = packed.cu_seqlens_q.to(device=hidden.device, dtype=torch.int32).diff()
-    return TokenLayout(cu_seqlens, starts, length, None, halo, real_lengths)
+    return TokenLayout(cu_seqlens, starts, length, None, halo, real_lengths, ticket)
 
 
 def packed_lengths(packed: PackedSeqParams) -> torch.Tensor | None:

@@ -22,10 +22,13 @@ class VimePackedSeqParams(PackedSeqParams):
             sequence parallelism scatters them; a layer that consumes ids narrows them itself. None: no ids.
         layout: the `vime_replay.layout.PackLayout` that the trainer packed by, for layers that move rows between
             context-parallel ranks. None: they derive it from the cumulative lengths.
+        replay_ticket: the `vime_replay.schedule.ReplayTicket` by which layers find recorded picks of this microbatch.
+            None: they take those of the next one.
     """
 
     token_ids: torch.Tensor | None = None
     layout: Any = None
+    replay_ticket: Any = None
 
 
 def attach_token_ids(packed: PackedSeqParams | None, token_ids: torch.Tensor) -> VimePackedSeqParams:
@@ -40,4 +43,6 @@ def attach_token_ids(packed: PackedSeqParams | None, token_ids: torch.Tensor) ->
     if isinstance(packed, VimePackedSeqParams) and packed.token_ids is not None:
         return packed
     known = {} if packed is None else {f.name: getattr(packed, f.name) for f in fields(packed)}
-    return VimePackedSeqParams(**known | {"token_ids": token_ids})
+    # A trainer may have put its ticket on an object of Megatron's own class.
+    known |= {"token_ids": token_ids, "replay_ticket": getattr(packed, "replay_ticket", None)}
+    return VimePackedSeqParams(**known)

@@ -3,9 +3,9 @@
 
 `parse` does what `megatron.training.initialize` does with the command line, without its CUDA assertion;
 `save` and `load` wrap `megatron.training.checkpointing`, so the files are ordinary Megatron checkpoints: model,
-optimizer moments, random-number states, iteration. The optimizer is a torch AdamW, because Megatron's own
-optimizers check for CUDA tensor types. Checkpoints are written by spawned processes: a script that saves must
-keep its code under `if __name__ == "__main__":`.
+optimizer moments, random-number states, iteration. On the CPU the optimizer is a torch AdamW, because Megatron's own
+optimizers check for CUDA tensor types; on GPUs either works. Checkpoints are written by spawned processes: a script
+that saves must keep its code under `if __name__ == "__main__":`.
 """
 
 import contextlib
@@ -15,12 +15,15 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vime_models.host import cpu
 from vime_models.host.args import ArgsProvider, chain, check_unknown_flags
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +131,16 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
 def save(
     iteration: int,
     chunks: Sequence[torch.nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: "torch.optim.Optimizer | MegatronOptimizer | None" = None,
     scheduler: Any = None,
 ) -> None:
     """Write a torch_dist checkpoint to `--save`, under `iter_{iteration:07d}`.
 
     Args:
         iteration: number of finished iterations.
-        chunks: model chunks of this rank, without DDP.
-        optimizer: Adam-like torch optimizer over their parameters.
+        chunks: model chunks of this rank, in DDP or not.
+        optimizer: Adam-like torch optimizer over their parameters, or Megatron's own. Moments of the distributed
+            optimizer load into another layout if they are saved with `--dist-ckpt-optim-fully-reshardable`.
         scheduler: object with state_dict and load_state_dict.
 
     Raises:
@@ -144,7 +148,7 @@ def save(
     """
     from megatron.training.checkpointing import save_checkpoint
 
-    if optimizer is not None:
+    if isinstance(optimizer, torch.optim.Optimizer):
         _check_complete(chunks, optimizer)
     with cpu.cuda_literals_to_cpu():
         save_checkpoint(iteration, list(chunks), _adapter(optimizer), scheduler, 0)
@@ -152,7 +156,7 @@ def save(
 
 def load(
     chunks: Sequence[torch.nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: "torch.optim.Optimizer | MegatronOptimizer | None" = None,
     scheduler: Any = None,
 ) -> int:
     """Restore what `save` wrote from `--load`; the number of finished iterations.
@@ -172,20 +176,49 @@ def load(
             f"vime_models.host.training: expected a checkpoint in --load {args.load}, found no "
             "latest_checkpointed_iteration.txt"
         )
-    with cpu.cuda_literals_to_cpu():
+    with cpu.cuda_literals_to_cpu(), _steps_apart(optimizer):
         _check_options(args)
         iteration, _ = load_checkpoint(list(chunks), _adapter(optimizer), scheduler)
     return int(iteration)
 
 
-def _adapter(optimizer: torch.optim.Optimizer | None) -> Any:
-    """Megatron's float32 optimizer around a torch one: it only lends its checkpoint format."""
-    if optimizer is None:
-        return None
+def _adapter(optimizer: "torch.optim.Optimizer | MegatronOptimizer | None") -> Any:
+    """Megatron's float32 optimizer around a torch one: it only lends its checkpoint format. Others as they are."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     return FP32Optimizer(optimizer, OptimizerConfig(), _empty_state)
+
+
+@contextlib.contextmanager
+def _steps_apart(optimizer: "torch.optim.Optimizer | MegatronOptimizer | None") -> Iterator[None]:
+    """Lets Megatron's distributed optimizer load into torch's Adam, which it takes without Apex and TransformerEngine.
+
+    It wants to know the step before there was one, and then to copy every tensor of a parameter's state from a file
+    that holds no steps; so the steps that it sets are put aside until it has copied. It sets one tensor for all, which
+    every parameter would count up, so each gets its own.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    adams = [
+        inner for part in parts if isinstance(inner := getattr(part, "optimizer", None), torch.optim.Adam)
+    ]
+    steps: list[tuple[dict[str, Any], torch.Tensor]] = []
+
+    def put_aside(adam: torch.optim.Optimizer) -> None:
+        steps.extend((state, state.pop("step")) for state in adam.state.values())
+
+    for adam in adams:
+        _empty_state(adam)
+    hooks = [adam.register_load_state_dict_post_hook(put_aside) for adam in adams]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for state, step in steps:
+            state["step"] = step.clone()
 
 
 def _empty_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:

@@ -13,8 +13,7 @@ Source: DeepSeek-V3.2 and V4 inference kernels (`act_quant`, `fp4_act_quant`); O
 
 import torch
 
-FP8_MAX, FP8_FLOOR = 448.0, 1e-4
-FP4_MAX, FP4_FLOOR = 6.0, 6.0 * 2.0**-126
+from vime_kernels.ops.fake_quant.config import FP4, FP8, Format
 
 
 def blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -28,22 +27,22 @@ def ceil_to_power_of_two(v: torch.Tensor) -> torch.Tensor:
     return torch.where(v.isnan(), v, power)
 
 
-def block_scale(x: torch.Tensor, largest: float, floor: float, scale: str) -> torch.Tensor:
+def block_scale(x: torch.Tensor, form: Format, scale: str) -> torch.Tensor:
     """[..., blocks, 1]: what the largest value of each block is divided by to become the largest code."""
     # amax, unlike a comparison, hands a NaN on to its block. The product with the rounded constant is what the
     # inference kernel computes.
-    v = x.abs().amax(-1, keepdim=True).clamp_min(floor) * (1.0 / largest)
+    v = x.abs().amax(-1, keepdim=True).clamp_min(form.floor) * (1.0 / form.largest)
     return ceil_to_power_of_two(v) if scale == "ue8m0" else v
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """E4M3 codes. The clamp comes before the cast, which does not saturate everywhere."""
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (x / scale).clamp(-FP8.largest, FP8.largest).to(torch.float8_e4m3fn)
 
 
 def round_fp4(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """E2M1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) in float32, ties to the even code."""
-    v = (x / scale).clamp(-FP4_MAX, FP4_MAX)
+    v = (x / scale).clamp(-FP4.largest, FP4.largest)
     step = torch.where(v.abs() < 2, 0.5, torch.where(v.abs() < 4, 1.0, 2.0))
     return (v / step).round() * step
 

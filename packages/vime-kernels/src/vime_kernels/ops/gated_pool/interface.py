@@ -72,7 +72,7 @@ def gated_pool(
         _checks.fail(op, "an even x_TC.shape[-1] with overlap=True (two halves)", sizes["C"])
     if halo is not None and not overlap:
         _checks.fail(op, "halo=None without overlap", "a halo", "a group without overlap needs no neighbour")
-    reason = config.unsupported(x_TC, score_TC, ape)
+    reason = config.unsupported(x_TC, score_TC, ape, ratio, overlap)
     tensors = (x_TC, score_TC, ape, cu_seqlens, halo_x, halo_score)
     if resolve(op, backend, tensors, reason) == "triton":
         from vime_kernels.ops.gated_pool import triton_fwd

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of whole pools by the indexer, given back as tokens (kpool of the GLM-5.3-Flash indexer).
 
-Composed of `causal_ranges`, `indexer_topk` and integer arithmetic; it has no numerics of its own.
+Composed of `causal_ranges`, `indexer_topk` and integer arithmetic, which Triton does in one kernel; it has no
+numerics of its own.
 """
 
 import torch
@@ -60,9 +61,10 @@ def kpool_select(
         _checks.fail(op, f"index_topk to be a multiple of kpool ({kpool})", index_topk)
     S = _checks.sizes(op, q=(q, "S H D"), q_positions=(q_positions, "S"), cu_seqlens=(cu_seqlens, "B+1"))["S"]
     _checks.cu_seqlens(op, cu_seqlens, S if q_positions is None else None)
-    resolve(op, backend)
+    runs_in = resolve(op, backend, (q, pooled_k, weights, cu_seqlens, q_positions))
     if q_positions is None:
         q_positions = torch.arange(S, dtype=torch.int32, device=q.device)
+    q_positions = q_positions.contiguous()
     starts_S, ends_S = causal_ranges(cu_seqlens, ratio=kpool, q_positions=q_positions)
     pools_SP = indexer_topk(
         q,
@@ -75,6 +77,21 @@ def kpool_select(
         max_logits_bytes=max_logits_bytes,
         backend=backend,
     )
+    width = -(-(index_topk + (kpool - 1 if always_tail else 0)) // pad_to) * pad_to
+    if runs_in == "triton" and len(cu_seqlens) > 1:
+        from vime_kernels.ops.gated_pool import triton_select
+
+        if topk_fn is not None:
+            pools_SP = _ascending(pools_SP)
+        return triton_select.kpool_expand(
+            pools_SP.contiguous(),
+            starts_S,
+            cu_seqlens.contiguous(),
+            q_positions,
+            kpool,
+            always_tail,
+            width,
+        )
 
     first_S, _, inside_S = sequence_of(cu_seqlens, q_positions)
     seen_S = torch.where(inside_S, q_positions - first_S + 1, 0)
@@ -88,7 +105,11 @@ def kpool_select(
     if always_tail:
         tail = (first_S + seen_S // kpool * kpool)[:, None] + step_r[:-1]
         tokens = torch.cat([tokens, tail.masked_fill(short_S1 | (tail > q_positions[:, None]), -1)], 1)
-    tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % pad_to), value=-1)
+    return _ascending(torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1))
+
+
+def _ascending(rows: torch.Tensor) -> torch.Tensor:
+    """int32 rows sorted, -1 last."""
     beyond = torch.iinfo(torch.int32).max
-    tokens = tokens.masked_fill(tokens < 0, beyond).sort(1).values
-    return tokens.masked_fill(tokens == beyond, -1).to(torch.int32)
+    rows = rows.masked_fill(rows < 0, beyond).sort(1).values
+    return rows.masked_fill(rows == beyond, -1).to(torch.int32)

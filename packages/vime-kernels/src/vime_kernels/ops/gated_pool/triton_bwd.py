@@ -12,62 +12,45 @@ import triton
 import triton.language as tl
 
 from vime_kernels.ops.gated_pool import config
-from vime_kernels.ops.gated_pool.triton_fwd import address, gate, locate, pool, read_slot
+from vime_kernels.ops.gated_pool.triton_fwd import bias_offset, place, read, weigh
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["P", "B"])
 def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
-    grad,
-    x,
-    score,
-    ape,
-    halo_x,
-    halo_score,
-    cu_seqlens,
-    cu_pools,
-    dx,
-    dscore,
-    dape_partial,
-    dhalo_x,
-    dhalo_score,
-    B,
-    C,
-    D,
-    x_row,
-    score_row,
-    ratio: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    HALO: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    SLOTS: tl.constexpr = 2 * ratio if OVERLAP else ratio
-    place = locate(cu_seqlens, cu_pools, tl.program_id(0) * BLOCK_P, B, D, ratio, BLOCK_P, BLOCK_D)
-    pool_P, _, live_P, _, d_D = place
-    top, total, pooled = pool(
-        x, score, ape, halo_x, halo_score, x_row, score_row, place, D, ratio, OVERLAP, HALO, SLOTS, UNROLL
-    )
-    live = live_P[:, None] & (d_D < D)[None, :]
-    g = tl.load(grad + pool_P.to(tl.int64)[:, None] * D + d_D[None, :], mask=live, other=0.0).to(tl.float32)
-    partial = dape_partial + tl.program_id(0).to(tl.int64) * (ratio * C)
-    # The second walk finds the slots in the cache.
-    for m in tl.range(SLOTS, loop_unroll_factor=UNROLL):
-        a = gate(score, halo_score, score_row, ape, place, m, D, ratio, OVERLAP, HALO)
-        value = read_slot(x, halo_x, x_row, place, m, D, ratio, OVERLAP, HALO, 0.0).to(tl.float32)
-        weighted = tl.exp2(a - top) / total * g
-        dz = tl.where(live, weighted * (value - pooled), 0.0)
-        packed, here, halo, in_halo = address(place, m, C, D, ratio, OVERLAP, HALO)
-        tl.store(dx + packed, weighted.to(dx.dtype.element_ty), mask=here)
+    grad, x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, dx, dscore, dape_partial, dhalo_x, dhalo_score,
+    P, B, C, D, x_row, score_row,
+    ratio: tl.constexpr, OVERLAP: tl.constexpr, HALO: tl.constexpr,
+    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    m = tl.arange(0, SLOTS)[:, None]
+    dape = tl.zeros([SLOTS, BLOCK_D], tl.float32)
+    begin = tl.program_id(0) * POOLS
+    for pool in range(begin, tl.minimum(begin + POOLS, P)):
+        token, column, here, in_halo = place(
+            pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
+        )
+        z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
+        value = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0).to(tl.float32)
+        exists = here | in_halo
+        g = tl.load(grad + tl.cast(pool, tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        weights = weigh(z, ape, column, exists, C, ratio, SLOTS)
+        pooled = tl.sum(weights * value, 0, keep_dims=True)
+        dvalue = weights * g
+        dz = tl.where(exists, dvalue * (value - pooled), 0.0)
+        dape += dz
+        packed = token.to(tl.int64) * C + column
+        tl.store(dx + packed, dvalue.to(dx.dtype.element_ty), mask=here)
         tl.store(dscore + packed, dz.to(dscore.dtype.element_ty), mask=here)
         if HALO:
-            tl.store(dhalo_x + halo, weighted.to(dx.dtype.element_ty), mask=in_halo)
-            tl.store(dhalo_score + halo, dz.to(dscore.dtype.element_ty), mask=in_halo)
-        if OVERLAP:
-            column_D = (m % ratio) * C + tl.where(m < ratio, d_D, d_D + D)
-        else:
-            column_D = m * C + d_D
-        tl.store(partial + column_D, tl.sum(dz, 0), mask=d_D < D)
+            tl.store(dhalo_x + m * C + column, dvalue.to(dx.dtype.element_ty), mask=in_halo)
+            tl.store(dhalo_score + m * C + column, dz.to(dscore.dtype.element_ty), mask=in_halo)
+    column = d + tl.zeros_like(m)
+    if OVERLAP:
+        column += tl.where(m >= ratio, D, 0)
+    partial = dape_partial + tl.program_id(0).to(tl.int64) * (ratio * C)
+    used = (d < D) & (m < (2 * ratio if OVERLAP else ratio))
+    tl.store(partial + bias_offset(column, C, ratio, SLOTS), dape, mask=used)
 
 
 @triton.jit
@@ -132,35 +115,14 @@ def gated_pool_bwd(
     ]
     if not P or not B or not D:
         return dx.zero_(), dscore.zero_(), torch.zeros_like(ape), dhalo[0], dhalo[1]
-    block_p, block_d, warps = config.tile_bwd(ratio)
-    programs = triton.cdiv(P, block_p)
+    tile = config.tile_bwd(ratio, overlap, D)
+    programs = triton.cdiv(P, tile.pools)
     dape_partial = torch.empty(programs, ratio, C, dtype=torch.float32, device=x.device)
-    _pool_bwd_kernel[(programs, triton.cdiv(D, block_d))](
-        grad,
-        x,
-        score,
-        ape,
-        halo_x,
-        halo_score,
-        cu_seqlens,
-        cu_pools,
-        dx,
-        dscore,
-        dape_partial,
-        *dhalo,
-        B,
-        C,
-        D,
-        x.stride(0),
-        score.stride(0),
-        ratio=ratio,
-        OVERLAP=overlap,
-        HALO=halo_x is not None,
-        UNROLL=min(ratio, 4),
-        BLOCK_P=block_p,
-        BLOCK_D=block_d,
-        num_warps=warps,
-    )
+    _pool_bwd_kernel[(programs, triton.cdiv(D, tile.channels))](
+        grad, x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, dx, dscore, dape_partial, *dhalo,
+        P, B, C, D, x.stride(0), score.stride(0), ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None,
+        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, num_warps=tile.num_warps,
+    )  # fmt: skip
     _unpooled_kernel[(B + 1, triton.cdiv(C, 256))](
         dx, dscore, cu_seqlens, T, B, C, D, ratio, OVERLAP=overlap, BLOCK_T=8, BLOCK_C=256, num_warps=4
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated pooling in Triton, forward, with the registration of its gradient.
 
-A program makes a few pools of a block of channels in one walk over their slots, with a running maximum as in online
-softmax. Nothing is saved for the backward pass but the inputs.
+A program makes a few pools of a block of channels, one after the other, with all slots of a pool in registers.
+Nothing is saved for the backward pass but the inputs.
 """
 
 from typing import Any
@@ -30,145 +30,89 @@ def _offsets_kernel(cu_seqlens, cu_pools, B, ratio, BLOCK: tl.constexpr):  # typ
 
 
 @triton.jit
-def locate(cu_seqlens, cu_pools, start, B, D, ratio, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where pools `start` and on are: number, first token, exists, opens its sequence; and this program's channels."""
-    pool_P = start + tl.arange(0, BLOCK_P)
-    low = tl.zeros_like(pool_P)
+def locate(pool, cu_seqlens, cu_pools, B, ratio):  # type: ignore[no-untyped-def]
+    """First token of a pool, whether it exists, whether it opens its sequence."""
+    low = pool * 0
     high = low + B  # the sequence is in [low, high): the last one whose pools start at or before this pool
-    while tl.max(high - low) > 1:
+    while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(cu_pools + middle) <= pool_P
+        before = tl.load(cu_pools + middle) <= pool
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    within_P = pool_P - tl.load(cu_pools + low)
-    first_P = tl.load(cu_seqlens + low) + within_P * ratio
-    d_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    return pool_P, first_P, pool_P < tl.load(cu_pools + B), within_P == 0, d_D
+    within = pool - tl.load(cu_pools + low)
+    return tl.load(cu_seqlens + low) + within * ratio, pool < tl.load(cu_pools + B), within == 0
 
 
 @triton.jit
-def address(place, m, row, D, ratio, OVERLAP: tl.constexpr, HALO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Slot m of every pool: (offset, mask) in the packed rows, (offset, mask) in the halo.
+def place(  # type: ignore[no-untyped-def]
+    pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP: tl.constexpr, HALO: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Where the slots of a pool are, [SLOTS, BLOCK_D]: token, column, in the packed rows or not, in the halo or not.
 
     With overlap the slots below `ratio` are the first halves of the channels of the group before.
     """
-    pool_P, first_P, live_P, opens_P, d_D = place
-    live = live_P[:, None] & (d_D < D)[None, :]
+    first, live, opens = locate(pool, cu_seqlens, cu_pools, B, ratio)
+    m = tl.arange(0, SLOTS)[:, None]
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    exists = live & (column < D)
     if OVERLAP:
+        exists = exists & (m < 2 * ratio)
         own = m >= ratio
-        here = live & (own | (opens_P == 0)[:, None])
-        if HALO:
-            here = here & (own | (pool_P != 0)[:, None])
-        token_P = first_P + m - ratio
-        column_D = d_D + tl.where(own, D, 0)
-        in_halo = live & (m < ratio) & (pool_P == 0)[:, None]
-    else:
-        here = live
-        token_P = first_P + m
-        column_D = d_D
-        in_halo = live & (m < 0)
-    packed = token_P.to(tl.int64)[:, None] * row + column_D[None, :]
-    halo = m * (2 * D) + d_D[None, :] + tl.zeros_like(pool_P)[:, None]
-    return packed, here, halo, in_halo
+        in_halo = exists & (m < ratio) & HALO & (pool == 0)
+        here = exists & (own | (opens == 0)) & (in_halo == 0)
+        return first + m - ratio, column + tl.where(own, D, 0), here, in_halo
+    exists = exists & (m < ratio)
+    return first + m, column + tl.zeros_like(m), exists, exists & False
 
 
 @triton.jit
-def read_slot(  # type: ignore[no-untyped-def]
-    tensor, halo_tensor, row, place, m, D, ratio, OVERLAP: tl.constexpr, HALO: tl.constexpr, missing
-):
-    """Slot m of every pool, [pools, channels]; `missing` where there is none."""
-    packed, here, halo, in_halo = address(place, m, row, D, ratio, OVERLAP, HALO)
-    value = tl.load(tensor + packed, mask=here, other=missing)
+def read(tensor, halo, row, token, column, here, in_halo, C, ratio, HALO: tl.constexpr, missing):  # type: ignore[no-untyped-def]
+    """The slots of a pool; `missing` where there is none."""
+    value = tl.load(tensor + token.to(tl.int64) * row + column, mask=here, other=missing)
     if HALO:
-        value = tl.where(in_halo, tl.load(halo_tensor + halo, mask=in_halo, other=missing), value)
+        m = tl.arange(0, value.shape[0])[:, None]
+        value = tl.where(in_halo, tl.load(halo + m * C + column, mask=in_halo, other=missing), value)
     return value
 
 
 @triton.jit
-def gate(score, halo_score, score_row, ape, place, m, D, ratio, OVERLAP: tl.constexpr, HALO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The softmax argument of slot m in base 2; -inf where the slot is missing."""
-    d_D = place[4]
-    z = read_slot(score, halo_score, score_row, place, m, D, ratio, OVERLAP, HALO, float("-inf"))
-    if OVERLAP:
-        bias = ape + (m % ratio) * (2 * D) + tl.where(m < ratio, d_D, d_D + D)
-    else:
-        bias = ape + m * D + d_D
-    return (z.to(tl.float32) + tl.load(bias, mask=d_D < D, other=0.0)[None, :]) * LOG2E
+def bias_offset(column, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the slots' position bias is, in ape and in its gradient."""
+    return tl.arange(0, SLOTS)[:, None] % ratio * C + column
 
 
 @triton.jit
-def pool(  # type: ignore[no-untyped-def]
-    x,
-    score,
-    ape,
-    halo_x,
-    halo_score,
-    x_row,
-    score_row,
-    place,
-    D,
-    ratio,
-    OVERLAP: tl.constexpr,
-    HALO: tl.constexpr,
-    SLOTS: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """(maximum of the gates, sum of the weights before division, pooled values), [pools, channels] in float32."""
-    top = tl.full([place[0].shape[0], place[4].shape[0]], -1e30, tl.float32)
-    total = tl.zeros_like(top)
-    pooled = tl.zeros_like(top)
-    for m in tl.range(SLOTS, loop_unroll_factor=UNROLL):
-        a = gate(score, halo_score, score_row, ape, place, m, D, ratio, OVERLAP, HALO)
-        value = read_slot(x, halo_x, x_row, place, m, D, ratio, OVERLAP, HALO, 0.0).to(tl.float32)
-        higher = tl.maximum(top, a, propagate_nan=tl.PropagateNan.ALL)
-        shrink, weight = tl.exp2(top - higher), tl.exp2(a - higher)
-        total = total * shrink + weight
-        pooled = pooled * shrink + weight * value
-        top = higher
-    total = tl.where(place[2][:, None] & (place[4] < D)[None, :], total, 1.0)
-    return top, total, pooled / total
+def weigh(z, ape, column, exists, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Softmax weights of the slots of a pool, in float32; 0 where there is no slot."""
+    bias = tl.load(ape + bias_offset(column, C, ratio, SLOTS), mask=exists, other=0.0)
+    a = (z.to(tl.float32) + bias) * LOG2E
+    e = tl.exp2(a - tl.maximum(tl.max(a, 0, keep_dims=True), -1e30))
+    total = tl.sum(e, 0, keep_dims=True)
+    return e / tl.where(tl.max(exists.to(tl.int32), 0, keep_dims=True) > 0, total, 1.0)
 
 
 @triton.jit(do_not_specialize=["P", "B"])
 def _pool_kernel(  # type: ignore[no-untyped-def]
-    x,
-    score,
-    ape,
-    halo_x,
-    halo_score,
-    cu_seqlens,
-    cu_pools,
-    out,
-    P,
-    B,
-    D,
-    x_row,
-    score_row,
-    ratio: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    HALO: tl.constexpr,
-    ROUND_WEIGHTS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    SLOTS: tl.constexpr = 2 * ratio if OVERLAP else ratio
-    place = locate(cu_seqlens, cu_pools, tl.program_id(0) * BLOCK_P, B, D, ratio, BLOCK_P, BLOCK_D)
-    pool_P, _, live_P, _, d_D = place
-    top, total, pooled = pool(
-        x, score, ape, halo_x, halo_score, x_row, score_row, place, D, ratio, OVERLAP, HALO, SLOTS, UNROLL
-    )
-    if ROUND_WEIGHTS:
-        # Weights and products in the dtype of x, which needs the finished softmax: a second walk.
-        pooled = tl.zeros_like(pooled)
-        for m in tl.range(SLOTS, loop_unroll_factor=UNROLL):
-            a = gate(score, halo_score, score_row, ape, place, m, D, ratio, OVERLAP, HALO)
-            value = read_slot(x, halo_x, x_row, place, m, D, ratio, OVERLAP, HALO, 0.0)
-            weight = (tl.exp2(a - top) / total).to(value.dtype)
-            pooled += (weight.to(tl.float32) * value.to(tl.float32)).to(value.dtype).to(tl.float32)
-    pooled = tl.where(live_P[:, None], pooled, 0.0)
-    target = out + pool_P.to(tl.int64)[:, None] * D + d_D[None, :]
-    tl.store(target, pooled.to(out.dtype.element_ty), mask=(pool_P < P)[:, None] & (d_D < D)[None, :])
+    x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, out, P, B, C, D, x_row, score_row,
+    ratio: tl.constexpr, OVERLAP: tl.constexpr, HALO: tl.constexpr, ROUND_WEIGHTS: tl.constexpr,
+    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    begin = tl.program_id(0) * POOLS
+    for pool in range(begin, tl.minimum(begin + POOLS, P)):
+        token, column, here, in_halo = place(
+            pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
+        )
+        z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
+        value = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
+        weights = weigh(z, ape, column, here | in_halo, C, ratio, SLOTS)
+        if ROUND_WEIGHTS:
+            product = (weights.to(value.dtype).to(tl.float32) * value.to(tl.float32)).to(value.dtype)
+        else:
+            product = weights * value.to(tl.float32)
+        pooled = tl.sum(product.to(tl.float32), 0)
+        tl.store(out + tl.cast(pool, tl.int64) * D + d, pooled.to(out.dtype.element_ty), mask=d < D)
 
 
 @torch.library.custom_op("vime_kernels::gated_pool", mutates_args=())
@@ -194,30 +138,12 @@ def gated_pool(
     pooled = x.new_empty(P, D)
     if not P or not B or not D:
         return pooled.zero_(), cu_pools
-    block_p, block_d, warps = config.tile(ratio)
-    _pool_kernel[(triton.cdiv(P, block_p), triton.cdiv(D, block_d))](
-        x,
-        score,
-        ape,
-        halo_x,
-        halo_score,
-        cu_seqlens,
-        cu_pools,
-        pooled,
-        P,
-        B,
-        D,
-        x.stride(0),
-        score.stride(0),
-        ratio=ratio,
-        OVERLAP=overlap,
-        HALO=halo_x is not None,
-        ROUND_WEIGHTS=round_weights,
-        UNROLL=min(ratio, 4),
-        BLOCK_P=block_p,
-        BLOCK_D=block_d,
-        num_warps=warps,
-    )
+    tile = config.tile(ratio, overlap, D)
+    _pool_kernel[(triton.cdiv(P, tile.pools), triton.cdiv(D, tile.channels))](
+        x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, pooled, P, B, C, D, x.stride(0), score.stride(0),
+        ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None, ROUND_WEIGHTS=round_weights,
+        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, num_warps=tile.num_warps,
+    )  # fmt: skip
     return pooled, cu_pools
 
 

@@ -3,6 +3,7 @@
 
 import torch
 
+STREAMS = (1, 2, 4, 8)
 # Projection and its backward pass: (tokens, channels, warps, stages) for bfloat16 and for float32 streams.
 PROJECT = (128, 64, 8, 4)
 PROJECT_EXACT = (64, 32, 8, 2)
@@ -14,11 +15,21 @@ SPLIT_K = 2048
 TOKENS_PER_PARTIAL = 1024
 # Channels per thread in the kernels that move whole streams: two 16-byte loads of bfloat16.
 CHANNELS_PER_THREAD = 16
+# The gradient of `mhc_post` holds all streams and all their gradients at once.
+POST_BWD_CHANNELS_PER_THREAD = 8
 
 
-def num_warps(block_c: int) -> int:
+def num_warps(block_c: int, per_thread: int | None = None) -> int:
     """Warps of a program that holds block_c channels."""
-    return min(16, max(1, block_c // (32 * CHANNELS_PER_THREAD)))
+    return min(16, max(1, block_c // (32 * (per_thread or CHANNELS_PER_THREAD))))
+
+
+def unsupported_sinkhorn(logits_Tnn: torch.Tensor) -> str | None:
+    """What the kernel cannot do about these matrices, None when it can."""
+    if logits_Tnn.dtype == torch.float64:
+        return "float64"
+    n = logits_Tnn.shape[1]
+    return None if n in STREAMS else f"n={n} streams (1, 2, 4 or 8)"
 
 
 def unsupported(X_TnC: torch.Tensor, *others: torch.Tensor) -> str | None:
@@ -28,7 +39,7 @@ def unsupported(X_TnC: torch.Tensor, *others: torch.Tensor) -> str | None:
     if X_TnC.dtype not in (torch.bfloat16, torch.float32):
         return f"streams in {X_TnC.dtype} (bfloat16 or float32)"
     n, C = X_TnC.shape[1:]
-    if n not in (1, 2, 4, 8):
+    if n not in STREAMS:
         return f"n={n} streams (1, 2, 4 or 8)"
     if C > 8192:
         return f"C={C} (at most 8192)"

@@ -94,7 +94,10 @@ def sinkhorn(
     _checks.sizes(op, logits_Tnn=(logits_Tnn, "T n n"))
     _checks.floating(op, logits_Tnn=logits_Tnn)
     _checks.positive(op, iters=iters)
-    resolve(op, backend)
+    if resolve(op, backend, (logits_Tnn,), config.unsupported_sinkhorn(logits_Tnn)) == "triton":
+        from vime_kernels.ops.hyper_connection import triton_sinkhorn
+
+        return triton_sinkhorn.sinkhorn(logits_Tnn.contiguous(), iters, eps)
     return reference.sinkhorn(logits_Tnn.to(_checks.accum_dtype(logits_Tnn)), iters=iters, eps=eps)
 
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split of the projection into pre, post and comb, with Sinkhorn, in Triton, forward and backward.
-
-Sinkhorn stays in registers. Its gradient keeps the divisors of every step and undoes the steps from the last to the
-first, so that no intermediate matrix is stored.
-"""
+"""The split of the projection into pre, post and comb, with Sinkhorn, in Triton, forward and backward."""
 
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from vime_kernels.ops.hyper_connection.triton_sinkhorn import BLOCK_T, normalise, normalise_grad
 
 
 @triton.jit
@@ -34,13 +32,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     tl.store(post + t2 * n + i[None, :], 2 * tl.sigmoid(post_logit), mask=t2 < T)
     ij = i[None, :, None] * n + i[None, None, :]
     logit = _logits(m, scale, base, t3, T, W, 2, 2 * n, ij)
-    M = tl.exp(logit - tl.max(logit, 2, keep_dims=True))
-    M = M / tl.sum(M, 2, keep_dims=True) + eps
-    M = M / (tl.sum(M, 1, keep_dims=True) + eps)
-    for _ in range(ITERS - 1):
-        M = M / (tl.sum(M, 2, keep_dims=True) + eps)
-        M = M / (tl.sum(M, 1, keep_dims=True) + eps)
-    tl.store(comb + t3 * (n * n) + ij, M, mask=t3 < T)
+    tl.store(comb + t3 * (n * n) + ij, normalise(logit, eps, ITERS), mask=t3 < T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -59,7 +51,7 @@ def _split_bwd_kernel(  # type: ignore[no-untyped-def]
     n: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Gradient of the logits [T, W]. Sinkhorn runs once, keeps its divisors, and is then undone."""
+    """Gradient of the logits [T, W]."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     i = tl.arange(0, n)
     W: tl.constexpr = (2 + n) * n
@@ -73,34 +65,8 @@ def _split_bwd_kernel(  # type: ignore[no-untyped-def]
 
     ij = i[None, :, None] * n + i[None, None, :]
     logit = _logits(m, scale, base, t3, T, W, 2, 2 * n, ij)
-    M = tl.exp(logit - tl.max(logit, 2, keep_dims=True))
-    softmax = M / tl.sum(M, 2, keep_dims=True)
-    M = softmax + eps
-    column_slot = divisors + t3 * (2 * ITERS * n) + i[None, None, :]
-    row_slot = divisors + t3 * (2 * ITERS * n) + n + i[None, :, None]
-    column = tl.sum(M, 1, keep_dims=True) + eps
-    tl.store(column_slot, column, mask=t3 < T)
-    M = M / column
-    for step in range(1, ITERS):
-        row = tl.sum(M, 2, keep_dims=True) + eps
-        tl.store(row_slot + (step - 1) * 2 * n, row, mask=t3 < T)
-        M = M / row
-        column = tl.sum(M, 1, keep_dims=True) + eps
-        tl.store(column_slot + step * 2 * n, column, mask=t3 < T)
-        M = M / column
-    tl.debug_barrier()  # the divisors may be read by other threads than the ones that wrote them
     g = tl.load(dcomb + t3 * (n * n) + ij, mask=t3 < T, other=0.0)
-    for undo in range(1, ITERS):
-        step = ITERS - undo
-        column = tl.load(column_slot + step * 2 * n, mask=t3 < T, other=1.0)
-        g = (g - tl.sum(g * M, 1, keep_dims=True)) / column
-        M *= column
-        row = tl.load(row_slot + (step - 1) * 2 * n, mask=t3 < T, other=1.0)
-        g = (g - tl.sum(g * M, 2, keep_dims=True)) / row
-        M *= row
-    column = tl.load(column_slot, mask=t3 < T, other=1.0)
-    g = (g - tl.sum(g * M, 1, keep_dims=True)) / column
-    g = softmax * (g - tl.sum(g * softmax, 2, keep_dims=True))
+    g = normalise_grad(g, logit, divisors, t3, T, eps, ITERS, n)
     tl.store(dlogit + t3 * W + 2 * n + ij, g, mask=t3 < T)
 
 
@@ -112,8 +78,8 @@ def mhc_split(
     T = len(m)
     pre, post, comb = m.new_empty(T, n), m.new_empty(T, n), m.new_empty(T, n, n)
     if T:
-        _split_kernel[(triton.cdiv(T, 32),)](
-            m, scale, base, pre, post, comb, T, eps, ITERS=iters, n=n, BLOCK_T=32, num_warps=4
+        _split_kernel[(triton.cdiv(T, BLOCK_T),)](
+            m, scale, base, pre, post, comb, T, eps, ITERS=iters, n=n, BLOCK_T=BLOCK_T, num_warps=4
         )
     return pre, post, comb
 
@@ -142,7 +108,7 @@ def mhc_split_bwd(
     dlogit = torch.empty_like(m)
     if T:
         divisors = m.new_empty(T, 2 * iters, n)
-        _split_bwd_kernel[(triton.cdiv(T, 32),)](
+        _split_bwd_kernel[(triton.cdiv(T, BLOCK_T),)](
             dpre,
             dpost,
             dcomb,
@@ -155,7 +121,7 @@ def mhc_split_bwd(
             eps,
             ITERS=iters,
             n=n,
-            BLOCK_T=32,
+            BLOCK_T=BLOCK_T,
             num_warps=4,
         )
     return dlogit

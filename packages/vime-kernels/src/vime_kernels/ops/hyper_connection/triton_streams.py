@@ -83,23 +83,21 @@ def _post_bwd_kernel(  # type: ignore[no-untyped-def]
     n: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """One token. All sums over channels are made together: two exchanges between threads, not two for each number."""
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, n)
-    c = tl.arange(0, BLOCK_C)[None, :]
+    i = tl.arange(0, n)[:, None, None]  # source stream
+    j = tl.arange(0, n)[None, :, None]  # target stream
+    c = tl.arange(0, BLOCK_C)[None, None, :]
     inner = tl.load(y + token * y_token + c, mask=c < C, other=0.0).to(tl.float32)
-    x = tl.load(X + token * X_token + i[:, None] * X_stream + c, mask=c < C, other=0.0).to(tl.float32)
-    dinner = tl.zeros([1, BLOCK_C], tl.float32)
-    for j in tl.static_range(n):
-        g = tl.load(grad + (token * n + j) * C + c, mask=c < C, other=0.0).to(tl.float32)
-        dinner += tl.load(post + token * n + j) * g
-        tl.store(dpost + token * n + j, tl.sum(g * inner))
-        tl.store(dcomb + (token * n + i) * n + j, tl.sum(x * g, 1))
+    x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0).to(tl.float32)
+    g = tl.load(grad + (token * n + j) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    dinner = tl.sum(tl.load(post + token * n + j) * g, 1, keep_dims=True)
     tl.store(dy + token * C + c, dinner.to(dy.dtype.element_ty), mask=c < C)
-    dx = tl.zeros([n, BLOCK_C], tl.float32)
-    for j in tl.static_range(n):  # the second read of the gradient comes from the cache
-        g = tl.load(grad + (token * n + j) * C + c, mask=c < C, other=0.0).to(tl.float32)
-        dx += tl.load(comb + (token * n + i) * n + j)[:, None] * g
-    tl.store(dX + (token * n + i[:, None]) * C + c, dx.to(dX.dtype.element_ty), mask=c < C)
+    mixing = (token * n + i) * n + j
+    dx = tl.sum(tl.load(comb + mixing) * g, 1, keep_dims=True)
+    tl.store(dX + (token * n + i) * C + c, dx.to(dX.dtype.element_ty), mask=c < C)
+    tl.store(dpost + token * n + j, tl.sum(g * inner, 2, keep_dims=True))
+    tl.store(dcomb + mixing, tl.sum(x * g, 2, keep_dims=True))
 
 
 def _block(C: int, limit: int) -> dict[str, int]:
@@ -185,6 +183,7 @@ def mhc_post_bwd(
         torch.empty_like(comb),
     )
     if dX.numel():
+        block = max(32, triton.next_power_of_2(C))
         _post_bwd_kernel[(T,)](
             grad,
             y,
@@ -200,8 +199,8 @@ def mhc_post_bwd(
             X.stride(0),
             X.stride(1),
             n=n,
-            **_block(C, 8192),
-            maxnreg=128,
+            BLOCK_C=block,
+            num_warps=config.num_warps(block, config.POST_BWD_CHANNELS_PER_THREAD),
         )
     return dy, dX, dpost, dcomb
 

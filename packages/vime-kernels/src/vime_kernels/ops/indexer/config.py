@@ -27,6 +27,8 @@ LOGITS_8BIT = LogitsTile(256, 64, 4, 4)
 # Picks of one tile of the kernels that score a selection.
 PICKS = 64
 SCORES_BWD_STAGES = 2
+# Rows of slots that the deterministic gradient of k holds at a time.
+ORDERED_BYTES = 2**31
 # Keys that one program walks through; long rows are shared by several programs.
 KEYS_PER_PROGRAM = 4096
 
@@ -54,11 +56,4 @@ def unsupported_out(out: torch.Tensor) -> str | None:
         return f"results in {out.dtype}"
     if out.numel() and out.stride(-1) != 1:
         return f"out.stride(-1) == {out.stride(-1)}"
-    return None
-
-
-def unsupported_gradient(k: torch.Tensor) -> str | None:
-    """The gradient of k is a sum of atomic additions, in no fixed order."""
-    if torch.are_deterministic_algorithms_enabled() and k.requires_grad and torch.is_grad_enabled():
-        return "a deterministic gradient of k"
     return None

@@ -153,6 +153,7 @@ def indexer_scores(
     indices: torch.Tensor,
     *,
     use_relu: bool = True,
+    deterministic: bool | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Indexer scores at given picks: float32 [S, K] (float64 for float64 inputs), gradients to q, k and weights.
@@ -164,6 +165,8 @@ def indexer_scores(
         indices: int32 [S, K] rows of k; below 0 or from N on means no pick: score -inf, no gradient. A row listed twice
             counts twice.
         use_relu: False leaves the ReLU out. The gradient of the ReLU at exactly 0 is 0.
+        deterministic: True makes the gradient of k bitwise repeatable, for more time and up to 2 GiB; everything else
+            always is. None follows `torch.use_deterministic_algorithms`.
         backend: see `vime_kernels.set_backend`.
 
     Raises:
@@ -173,12 +176,14 @@ def indexer_scores(
     sizes = _check_qk(op, q, k, weights, indices=(indices, "S K"))
     _checks.floating(op, q=q, k=k)
     _checks.int32(op, indices=indices)
-    reason = config.unsupported(q, k) or config.unsupported_gradient(k)
-    if resolve(op, backend, (q, k, weights, indices), reason) == "triton":
+    _checks.picks(op, sizes["N"], indices)
+    if resolve(op, backend, (q, k, weights, indices), config.unsupported(q, k)) == "triton":
         from vime_kernels.ops.indexer import triton_scores
 
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         w = None if weights is None else weights.contiguous()
-        return triton_scores.indexer_scores(q, k, w, indices.contiguous(), use_relu)
+        return triton_scores.indexer_scores(q, k, w, indices.contiguous(), use_relu, deterministic)
     acc = _checks.accum_dtype(q, k, weights)
     # Cast before the gather: the scatter of the backward pass then accumulates in float32 and rounds once.
     queries, keys, w = q.to(acc), k.to(acc), None if weights is None else weights.to(acc)
@@ -202,6 +207,7 @@ def lightning_indexer(
     topk_fn: TopKFn | None = None,
     indices: torch.Tensor | None = None,
     use_relu: bool = True,
+    deterministic: bool | None = None,
     max_logits_bytes: int = 2**30,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,6 +217,7 @@ def lightning_indexer(
         q, k, weights, starts, ends, topk, topk_fn, use_relu, max_logits_bytes: as for `indexer_topk`.
         indices: int32 [S, topk], picks made elsewhere (a recorded rollout). Nothing is selected then; they are scored
             as they are and returned.
+        deterministic: as for `indexer_scores`.
         backend: see `vime_kernels.set_backend`.
 
     Raises:
@@ -232,7 +239,10 @@ def lightning_indexer(
             backend=backend,
         )
     _checks.sizes(op, q=(q, "S H D"), indices=(indices, f"S {topk}"))
-    return indexer_scores(q, k, weights, indices, use_relu=use_relu, backend=backend), indices
+    scores = indexer_scores(
+        q, k, weights, indices, use_relu=use_relu, deterministic=deterministic, backend=backend
+    )
+    return scores, indices
 
 
 def _check_qk(

@@ -6,7 +6,7 @@ import torch
 from vime_kernels import _checks
 from vime_kernels._backend import resolve
 from vime_kernels._rows import map_rows
-from vime_kernels.ops.indexer_loss import reference
+from vime_kernels.ops.indexer_loss import config, reference
 
 
 def indexer_kl_target(
@@ -46,9 +46,16 @@ def indexer_kl_target(
     _checks.floating(op, query=query, key=key)
     _checks.rows_contiguous(op, query=query, key=key)
     _checks.int32(op, indices=indices)
+    _checks.picks(op, sizes["N"], indices)
     _checks.python_float(op, sm_scale=sm_scale)
     _checks.full_precision(op, lse=lse)
-    resolve(op, backend)
+    reason = config.unsupported_target(query, key, lse)
+    if resolve(op, backend, (query, key, indices, lse), reason) == "triton":
+        from vime_kernels.ops.indexer_loss import triton_target
+
+        with torch.no_grad():
+            small = (indices.contiguous(), None if lse is None else lse.contiguous())
+            return triton_target.indexer_kl_target(query, key, *small, sm_scale)
     acc = _checks.accum_dtype(query, key, lse)
     valid = (indices >= 0) & (indices < sizes["N"])
     queries, keys = query.to(acc), key.to(acc)
@@ -79,7 +86,7 @@ def indexer_kl_loss(
     Args:
         scores: indexer scores at the picks [S, K], float32 (or float64), from `indexer_scores`.
         target: [S, K] from `indexer_kl_target`, summed over tensor parallel ranks. Taken as a constant.
-        indices: int32 [S, K]; below 0 means no pick.
+        indices: int32 [S, K]; below 0 means no pick, and so does a score of -inf.
         coeff: weight of the loss.
         row_mask: bool [S], False for padding rows; None counts every row.
         reduction: "mean" over the counted rows, or "sum".
@@ -100,8 +107,19 @@ def indexer_kl_loss(
     _checks.choice(op, "reduction", reduction, ("mean", "sum"))
     if row_mask is not None and row_mask.dtype != torch.bool:
         _checks.fail(op, "row_mask in torch.bool", row_mask.dtype, kind=TypeError)
-    resolve(op, backend)
-    valid = indices >= 0
+    _checks.rows_contiguous(op, scores=scores, target=target, indices=indices)
+    reason = config.unsupported_loss(scores, target)
+    if resolve(op, backend, (scores, target, indices, row_mask), reason) == "triton":
+        from vime_kernels.ops.indexer_loss import triton_loss
+
+        with_gradient = scores.requires_grad and torch.is_grad_enabled()
+        mask = None if row_mask is None else row_mask.contiguous()
+        losses, counted, _ = triton_loss.indexer_kl_rows(
+            scores, target.detach(), indices, mask, with_gradient
+        )
+        loss = coeff * losses.sum()
+        return loss / counted.sum().clamp_min(1) if reduction == "mean" else loss
+    valid = (indices >= 0) & ~scores.isneginf()
     if row_mask is not None:
         valid = valid & row_mask[:, None]
     acc = _checks.accum_dtype(scores, target)

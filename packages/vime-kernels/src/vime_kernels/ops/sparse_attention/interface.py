@@ -65,6 +65,7 @@ def sparse_attention(
     _checks.floating(op, q=q, kv=kv)
     _checks.rows_contiguous(op, q=q, kv=kv)
     _checks.int32(op, indices=indices, topk_length=topk_length)
+    _checks.picks(op, sizes["N"], indices)
     _checks.python_float(op, sm_scale=sm_scale)
     _checks.full_precision(op, attn_sink=attn_sink)
     d_v = sizes["D"] if d_v is None else d_v
@@ -147,6 +148,7 @@ def sparse_attention_v4(
         _checks.fail(op, "either indices or cmp_ranges", "both")
     if kv_compressed is None and (indices is not None or cmp_ranges is not None):
         _checks.fail(op, "kv_compressed with indices or cmp_ranges", None)
+    _checks.picks(op, M, indices)
     if q_positions is None and S != N:
         _checks.fail(
             op,

@@ -4,13 +4,14 @@
 dKV = dSᵀ Q + Pᵀ dO from the workspace of the first step, summed over all heads before anything is scattered.
 Ranges (the window, heavily compressed rows) have an owner: `range_kernel` walks the rows that see a tile of keys.
 Picks: `scatter_kernel` adds one row per slot with float32 atomics; in deterministic mode it writes them, each rounded
-to the input dtype, in the order of a stable sort by key, and `segment_kernel` sums each key's rows in that order.
+to the input dtype, in the order of a stable sort by key, and `add_segments` sums each key's rows in that order.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from vime_kernels._ordered_sum import add_segments, order
 from vime_kernels.ops.sparse_attention import config
 from vime_kernels.ops.sparse_attention.sources import Sources
 from vime_kernels.ops.sparse_attention.triton_fwd import load_range
@@ -56,23 +57,6 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
         else:
             target = dkv + keys.to(tl.int64)[:, None] * stride_dkv + d[None, :]
             tl.atomic_add(target, acc, mask=valid[:, None], sem="relaxed")
-
-
-@triton.jit
-def segment_kernel(parts, offsets, dkv, D, stride_dkv, BD: tl.constexpr, BR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dkv[n] += Σ parts[offsets[n]:offsets[n + 1]], blocks of BR rows in order."""
-    key = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    begin = tl.load(offsets + key)
-    end = tl.load(offsets + key + 1)
-    if begin < end:
-        acc = tl.zeros([BR, BD], tl.float32)
-        for r0 in tl.range(begin, end, BR, num_stages=3):
-            r = r0 + tl.arange(0, BR)
-            at = parts + r.to(tl.int64)[:, None] * D + d[None, :]
-            acc += tl.load(at, mask=(r < end)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        at = dkv + key * stride_dkv + d
-        tl.store(at, tl.load(at, mask=d < D, other=0.0) + tl.sum(acc, 0), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["S", "n"])
@@ -182,7 +166,11 @@ def picks_step(
     (S, H, d_qk), (n, D), K = q.shape, dkv.shape, sources.indices.shape[1]
     target, rank, offsets = dkv, dkv, None
     if deterministic:
-        rank, offsets = _order(sources.indices, sources.lengths, n)
+        valid = (sources.indices >= 0) & (sources.indices < n)
+        if sources.lengths is not None:
+            slot = torch.arange(K, device=q.device, dtype=torch.int32)
+            valid &= slot < sources.lengths[:, None]
+        rank, offsets = order(valid, sources.indices, n)
         target = torch.empty((S * K, D), dtype=q.dtype, device=q.device)
     has_lengths = sources.lengths is not None
     runs = [(0, d_v, True)] + ([(d_v, d_qk - d_v, False)] if d_qk > d_v else [])
@@ -197,17 +185,4 @@ def picks_step(
             HAS_LENGTHS=has_lengths, ORDERED=deterministic, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     if offsets is not None:
-        BD = min(512, triton.next_power_of_2(D))
-        segment_kernel[(n, triton.cdiv(D, BD))](target, offsets, dkv, D, D, BD=BD, BR=8, num_warps=4)
-
-
-def _order(indices: torch.Tensor, lengths: torch.Tensor | None, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Place of every slot in a stable sort by key, int32 [S * K], and where each key's run begins, int32 [n + 1]."""
-    valid = (indices >= 0) & (indices < n)
-    if lengths is not None:
-        valid &= torch.arange(indices.shape[1], device=indices.device, dtype=torch.int32) < lengths[:, None]
-    keys, slots = torch.where(valid, indices, n).flatten().sort(stable=True)
-    rank = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
-    rank[slots] = torch.arange(len(slots), dtype=torch.int32, device=keys.device)
-    boundaries = torch.arange(n + 1, dtype=keys.dtype, device=keys.device)
-    return rank, torch.searchsorted(keys, boundaries, out_int32=True)
+        add_segments(target, offsets, dkv)

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every operation promises beside its values, for all of them from one table, on a device.
+
+Traced by torch.compile without a break, captured in a CUDA graph, repeatable bit by bit, blind to memory that is not
+its own, and right beyond 2**31 elements. `tests/sanitize.py` runs the repeatability tests under compute-sanitizer.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from vime_kernels import dsa, mhc, quant
+from vime_kernels.testing import assert_bitwise, rel_rms
+
+# Triton 3.6 reads loop bounds from one-element arrays in its interpreter, which NumPy deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+Tensors = tuple[torch.Tensor, ...]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETING:
+    DEVICE, SHORT = "cpu", torch.float32
+    S, N, H, D, K, EDGE, WIDE, TAIL, LONG = 3, 20, 2, 16, 8, 2, 16, 16, 8
+    CU = (0, 3, 3, 12, 18)
+else:
+    DEVICE, SHORT = "cuda", torch.bfloat16
+    S, N, H, D, K, EDGE, WIDE, TAIL, LONG = 37, 300, 16, 64, 40, 8, 512, 64, 128
+    CU = (0, 3, 3, 150, 290)  # a short sequence, an empty one, and rows of no sequence at the end
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: `call(*tensors)` gives a tensor or several; gradients go to the first `leaves` tensors.
+
+    `unread` tells what no result depends on, as {number of the tensor: index}.
+    """
+
+    call: Callable[..., torch.Tensor | Tensors]
+    make: Callable[[], Tensors]
+    leaves: int = 0
+    unread: Callable[[], dict[int, object]] = dict
+    atomic: bool = False  # some gradient is a sum in no fixed order
+
+    def run(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Outputs, and the gradients of a fixed weighting of them."""
+        inputs = [t.detach().requires_grad_(i < self.leaves) for i, t in enumerate(tensors)]
+        with torch.set_grad_enabled(self.leaves > 0):
+            outputs = self.call(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results = [o.detach() for o in outputs]
+        differentiable = [o for o in outputs if o.requires_grad]
+        if differentiable:
+            weights = [
+                torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape) for o in differentiable
+            ]
+            grads = [w.to(o.dtype) for w, o in zip(weights, differentiable, strict=True)]
+            results += torch.autograd.grad(differentiable, inputs[: self.leaves], grads)
+        return results
+
+
+def randn(*shape: int, dtype: torch.dtype = SHORT) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def f32(*shape: int) -> torch.Tensor:
+    return randn(*shape, dtype=torch.float32)
+
+
+def int32(values: object) -> torch.Tensor:
+    return torch.as_tensor(values, device=DEVICE).to(torch.int32).contiguous()
+
+
+def ranges() -> Tensors:
+    """Ranges that leave out the first and the last EDGE rows of the keys."""
+    starts = torch.randint(EDGE, N // 2, (S,), device=DEVICE)
+    return int32(starts), int32(starts + torch.randint(0, N // 2 - EDGE, (S,), device=DEVICE))
+
+
+def picks() -> torch.Tensor:
+    """Distinct rows from EDGE on, ascending, a few slots empty, a row without any."""
+    best = torch.rand(S, N - 2 * EDGE, device=DEVICE).topk(K, 1).indices.sort(1).values + EDGE
+    best[:, ::9], best[S // 2] = -1, -1
+    return int32(best)
+
+
+def edges_of(number: int) -> Callable[[], dict[int, object]]:
+    """The first and last EDGE rows of a tensor of N keys."""
+    return lambda: {number: [*range(EDGE), *range(N - EDGE, N)]}
+
+
+def tail_of(*numbers: int) -> Callable[[], dict[int, object]]:
+    """Rows behind the last sequence."""
+    return lambda: {number: slice(CU[-1], N) for number in numbers}
+
+
+def attention(deterministic: bool, d_v: int) -> Callable[..., Tensors]:
+    def call(q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor, indices: torch.Tensor) -> Tensors:
+        return dsa.sparse_attention(
+            q, kv, indices, 0.1, d_v=d_v, attn_sink=sinks, return_lse=True, deterministic=deterministic
+        )
+
+    return call
+
+
+def attention_v4(deterministic: bool, by: str) -> Callable[..., Tensors]:
+    def call(
+        q: torch.Tensor, kv: torch.Tensor, pooled: torch.Tensor, sink: torch.Tensor, *rest: torch.Tensor
+    ) -> Tensors:
+        chosen = {"indices": rest[0]} if by == "picks" else {"cmp_ranges": rest[:2]}
+        return dsa.sparse_attention_v4(
+            q, kv, pooled, 0.1, sink, **chosen, window=EDGE, cu_seqlens=rest[-1],
+            q_positions=torch.arange(0, N, N // S, device=q.device, dtype=torch.int32)[:S],
+            return_lse=True, deterministic=deterministic,
+        )  # fmt: skip
+
+    return call
+
+
+CASES: dict[str, Case] = {
+    "indexer_logits": Case(
+        lambda *t: dsa.indexer_logits(*t),
+        lambda: (randn(S, H, D), randn(N, D), f32(S, H), *ranges()),
+        unread=edges_of(1),
+    ),
+    "indexer_logits-fp8": Case(
+        lambda q, k, w, lo, hi, qs, ks: dsa.indexer_logits(q, k, w, lo, hi, q_scale=qs, k_scale=ks),
+        lambda: (
+            *(randn(*shape).to(torch.float8_e4m3fn) for shape in ((S, H, D), (N, D))),
+            *(f32(S, H), *ranges(), f32(S, H).abs(), f32(N).abs()),
+        ),
+        unread=edges_of(6),
+    ),
+    "indexer_topk": Case(
+        lambda *t: dsa.indexer_topk(*t, 24),
+        lambda: (randn(S, H, D), randn(N, D), f32(S, H), *ranges()),
+        unread=edges_of(1),
+    ),
+    "lightning_indexer": Case(
+        lambda *t: dsa.lightning_indexer(*t, 24, deterministic=True),
+        lambda: (randn(S, H, D), randn(N, D), f32(S, H), *ranges()),
+        leaves=3,
+        unread=edges_of(1),
+    ),
+    "topk": Case(
+        lambda *t: dsa.topk(t[0], 24, *t[1:]),
+        lambda: (f32(S, N), int32([EDGE] * S), int32([N - EDGE] * S)),
+        unread=lambda: {0: (slice(None), [*range(EDGE), *range(N - EDGE, N)])},
+    ),
+    "topk-long": Case(
+        lambda *t: dsa.topk(t[0], 50 * S, *t[1:]),
+        lambda: (f32(3, 540 * S), int32([9] * 3), int32([539 * S] * 3)),
+        unread=lambda: {0: (slice(None), slice(0, 9))},
+    ),
+    "indexer_scores": Case(
+        lambda *t: dsa.indexer_scores(*t),
+        lambda: (randn(S, H, D), randn(N, D), f32(S, H), picks()),
+        leaves=3,
+        unread=edges_of(1),
+        atomic=True,
+    ),
+    "indexer_scores-repeatable": Case(
+        lambda *t: dsa.indexer_scores(*t, deterministic=True),
+        lambda: (randn(S, H, D), randn(N, D), f32(S, H), picks()),
+        leaves=3,
+        unread=edges_of(1),
+    ),
+    "indexer_kl_target": Case(
+        lambda q, k, i, lse: dsa.indexer_kl_target(q, k, i, 0.1, lse=lse),
+        lambda: (randn(S, H, D + 16), randn(N, D + 16), picks(), f32(S, H) + 5),
+        unread=edges_of(1),
+    ),
+    "indexer_kl_target-own-lse": Case(
+        lambda q, k, i: dsa.indexer_kl_target(q, k, i, 0.1),
+        lambda: (randn(S, H, D), randn(N, D), picks()),
+        unread=edges_of(1),
+    ),
+    "indexer_kl_loss": Case(
+        lambda s, t, i, m: dsa.indexer_kl_loss(s, t, i, coeff=0.5, row_mask=m),
+        lambda: (f32(S, K), f32(S, K).abs(), picks(), torch.arange(S, device=DEVICE) % 5 > 0),
+        leaves=1,
+        unread=lambda: {0: slice(0, S, 5), 1: slice(0, S, 5)},
+    ),
+    "gated_pool": Case(
+        lambda x, s, a, c: dsa.gated_pool(x, s, a, c, 4),
+        lambda: (randn(N, D), randn(N, D), f32(4, D), int32(CU)),
+        leaves=3,
+        unread=tail_of(0, 1),
+    ),
+    "gated_pool-overlap": Case(
+        lambda x, s, a, hx, hs, c: dsa.gated_pool(x, s, a, c, 4, overlap=True, halo=(hx, hs)),
+        lambda: (randn(N, 2 * D), randn(N, 2 * D), f32(4, 2 * D), randn(4, 2 * D), randn(4, 2 * D), int32(CU)),
+        leaves=5,
+        unread=tail_of(0, 1),
+    ),
+    "gated_pool-long": Case(
+        lambda x, s, a, c: dsa.gated_pool(x, s, a, c, LONG),
+        lambda: (randn(N, D), randn(N, D), f32(LONG, D), int32(CU)),
+        leaves=3,
+        unread=tail_of(0, 1),
+    ),
+    "kpool_select": Case(
+        lambda q, k, w, c: dsa.kpool_select(q, k, w, c, 4 * EDGE, 4, q_positions=int32(range(N))),
+        lambda: (randn(N, H, D), randn(N // 4, D), f32(N, H), int32(CU)),
+    ),
+    "sparse_attention": Case(
+        attention(False, WIDE),
+        lambda: (randn(S, 4 * H, WIDE), randn(N, WIDE), f32(4 * H), picks()),
+        leaves=3,
+        unread=edges_of(1),
+        atomic=True,
+    ),
+    "sparse_attention-tail-repeatable": Case(
+        attention(True, WIDE),
+        lambda: (randn(S, 4 * H, WIDE + TAIL), randn(N, WIDE + TAIL), f32(4 * H), picks()),
+        leaves=3,
+        unread=edges_of(1),
+    ),
+    "sparse_attention-narrow-repeatable": Case(
+        attention(True, D),
+        lambda: (randn(S, 5, D), randn(N, D), f32(5), picks()),
+        leaves=3,
+        unread=edges_of(1),
+    ),
+    "sparse_attention_v4-picks": Case(
+        attention_v4(False, "picks"),
+        lambda: (randn(S, 4 * H, WIDE), randn(N, WIDE), randn(N, WIDE), f32(4 * H), picks(), int32(CU)),
+        leaves=4,
+        unread=edges_of(2),
+        atomic=True,
+    ),
+    "sparse_attention_v4-ranges": Case(
+        attention_v4(True, "ranges"),
+        lambda: (randn(S, 4 * H, WIDE), randn(N, WIDE), randn(N, WIDE), f32(4 * H), *ranges(), int32(CU)),
+        leaves=4,
+        unread=edges_of(2),
+    ),
+    "act_quant": Case(lambda x: quant.act_quant(x, 16), lambda: (randn(S, 2, 32),)),
+    "act_quant-rotated": Case(lambda x: quant.act_quant(x, 16, rotate=True), lambda: (randn(S, 2, 32),)),
+    "fake_quant_fp8": Case(
+        lambda x: quant.fake_quant_fp8(x, 16, channels=16), lambda: (randn(S, 2, 32),), leaves=1
+    ),
+    "fake_quant_fp4": Case(
+        lambda x: quant.fake_quant_fp4(x, 16, rotate=True), lambda: (randn(S, 2, 32),), leaves=1
+    ),
+    "hadamard": Case(lambda x: quant.hadamard(x), lambda: (randn(S, 2, 32),), leaves=1),
+    "mhc_mixes": Case(
+        lambda *t: mhc.mhc_mixes(*t, eps=1e-6, iters=3, norm_eps=1e-6),
+        lambda: (randn(S, 4, D), f32(24, 4 * D) / 16, f32(3), f32(24)),
+        leaves=4,
+    ),
+    "sinkhorn": Case(lambda x: mhc.sinkhorn(x, iters=4), lambda: (f32(S, 4, 4),), leaves=1),
+    "mhc_pre": Case(lambda *t: mhc.mhc_pre(*t), lambda: (randn(S, 4, 40), f32(S, 4)), leaves=2),
+    "mhc_post": Case(
+        lambda *t: mhc.mhc_post(*t),
+        lambda: (randn(S, 40), randn(S, 4, 40), f32(S, 4), f32(S, 4, 4)),
+        leaves=4,
+    ),
+    "mhc_head": Case(
+        lambda *t: mhc.mhc_head(*t, eps=1e-6, norm_eps=1e-6),
+        lambda: (randn(S, 4, D), f32(4, 4 * D) / 16, f32(1), f32(4)),
+        leaves=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> Case:
+    torch.manual_seed(0)
+    return CASES[request.param]
+
+
+def same(case: Case, got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if case.atomic:
+            a, b = (torch.nan_to_num(t.double(), neginf=0.0) for t in (a, b))
+            assert rel_rms(a, b) < 4e-3
+        else:
+            assert_bitwise(a, b, f"result {number}")
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with garbage before and behind them in memory: NaN, or rows that do not exist."""
+    guard = 4096
+    room = torch.empty(tensor.numel() + 2 * guard, dtype=tensor.dtype, device=DEVICE)
+    raw = room.view(torch.uint8)  # all ones is a NaN in every floating type
+    raw.fill_(0x7F if tensor.dtype in (torch.int32, torch.float8_e4m3fn) else 0xFF)
+    inside = room[guard : guard + tensor.numel()].view(tensor.shape)
+    return inside.copy_(tensor)
+
+
+@pytest.mark.gpu
+def test_twenty_launches_give_the_same_bits(case):
+    if case.atomic:
+        pytest.skip(
+            "a gradient of this mode is a sum in no fixed order; its repeatable mode has a case of its own"
+        )
+    tensors = case.make()
+    first = case.run(tensors)
+    for _ in range(19):
+        same(case, case.run(tensors), first)
+
+
+@pytest.mark.gpu
+def test_memory_that_is_not_its_own_does_not_matter(case):
+    tensors = case.make()
+    expected = case.run(tensors)
+    poisoned = tuple(guarded(t) for t in tensors)
+    for number, index in case.unread().items():
+        poisoned[number][index] = float("nan")
+    same(case, case.run(poisoned), expected)
+
+
+@pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiles_without_a_graph_break(case, where):
+    if (where == "interpreter") != INTERPRETING:
+        pytest.skip("TRITON_INTERPRET=1 is set by test_interpreter.py only")
+    tensors = case.make()
+    if INTERPRETING and any(t.dtype == torch.float8_e4m3fn for t in tensors):
+        pytest.skip("the interpreter has no products of 8 bits")
+    expected = case.run(tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(case.call, fullgraph=True, backend="aot_eager", dynamic=False)
+    traced = Case(compiled, case.make, case.leaves, case.unread, case.atomic)
+    same(case, traced.run(tensors), expected)
+
+
+@pytest.mark.gpu
+def test_replays_in_a_cuda_graph_with_new_values(case):
+    torch.manual_seed(1)
+    values = [case.make() for _ in range(2)]
+    fixed = tuple(t.clone() for t in values[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        case.run(fixed)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.run(fixed)
+    for tensor, new in zip(fixed, values[1], strict=True):
+        tensor.copy_(new)
+    for result in results:
+        result.fill_(7)
+    graph.replay()
+    same(case, results, case.run(values[1]))
+
+
+@pytest.fixture
+def much_memory():
+    """Only one of several test processes at a time, and none where the device is too small."""
+    with open(Path(tempfile.gettempdir()) / "vime-kernels-much-memory", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < 32:
+            pytest.skip(f"needs 32 GiB of device memory, {free:.0f} are free")
+        yield
+        torch.cuda.empty_cache()
+
+
+def far_apart(*shape: int, dtype: torch.dtype = SHORT) -> torch.Tensor:
+    """Few rows, 2**30 elements from one to the next."""
+    room = torch.empty(2**30 * (shape[0] - 1) + 2**20, dtype=dtype, device=DEVICE)
+    tensor = room.as_strided(shape, (2**30, *torch.empty(shape, device="meta").stride()[1:]))
+    return tensor.copy_(torch.randn(shape, device="cuda"))
+
+
+# Number of the tensors whose rows lie far apart, with 4 rows each.
+FAR: dict[str, tuple[Callable[..., torch.Tensor | Tensors], Callable[[], Tensors]]] = {
+    "indexer_logits": (
+        lambda q, k, w, lo, hi: dsa.indexer_logits(q, k, w, lo, hi),
+        lambda: (far_apart(4, H, D), randn(N, D), f32(4, H), *(r[:4] for r in ranges())),
+    ),
+    "indexer_logits-keys": (
+        lambda k, q, w, lo, hi: dsa.indexer_logits(q, k, w, lo, hi),
+        lambda: (far_apart(4, D), randn(S, H, D), f32(S, H), *(r % 5 for r in ranges())),
+    ),
+    "topk": (
+        lambda x, lo, hi: dsa.topk(x, 24, lo, hi),
+        lambda: (far_apart(4, N, dtype=torch.float32), *(r[:4] for r in ranges())),
+    ),
+    "indexer_scores": (
+        lambda q, k, i: dsa.indexer_scores(q, k, None, i),
+        lambda: (far_apart(4, H, D), randn(N, D), picks()[:4]),
+    ),
+    "indexer_scores-keys": (
+        lambda k, q, i: dsa.indexer_scores(q, k, None, i),
+        lambda: (far_apart(4, D), randn(S, H, D), picks() % 4),
+    ),
+    "indexer_kl_target": (
+        lambda k, q, i: dsa.indexer_kl_target(q, k, i, 0.1),
+        lambda: (far_apart(4, D), randn(S, H, D), picks() % 4),
+    ),
+    "gated_pool": (
+        lambda x, s: dsa.gated_pool(x, s, torch.zeros(2, D, device="cuda"), x.new_tensor([0, 4]).int(), 2),
+        lambda: (far_apart(4, D), randn(4, D)),
+    ),
+    "sparse_attention-512": (
+        lambda kv, q, i: dsa.sparse_attention(q, kv, i, 0.1),
+        lambda: (far_apart(4, 512), randn(S, 64, 512), picks() % 4),
+    ),
+    "sparse_attention-plain": (
+        lambda q, kv, i: dsa.sparse_attention(q, kv, i, 0.1),
+        lambda: (far_apart(4, 5, D), randn(N, D), picks()[:4]),
+    ),
+    "fake_quant_fp8": (lambda x: quant.fake_quant_fp8(x, 32), lambda: (far_apart(4, D),)),
+    "hadamard": (lambda x: quant.hadamard(x), lambda: (far_apart(4, D),)),
+    "mhc_pre": (lambda X, w: mhc.mhc_pre(X, w), lambda: (far_apart(4, 4, 200), f32(4, 4))),
+    "mhc_post": (
+        lambda X, y, p, c: mhc.mhc_post(y, X, p, c),
+        lambda: (far_apart(4, 4, 200), randn(4, 200), f32(4, 4), f32(4, 4, 4)),
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAR)
+def test_rows_beyond_two_to_the_31(much_memory, name):
+    torch.manual_seed(0)
+    call, make = FAR[name]
+    far, *rest = make()
+    got, expected = call(far, *rest), call(far.contiguous(), *rest)
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, expected)), strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+def test_results_beyond_two_to_the_31(much_memory):
+    rows = 2**31 // 512 + 64
+    x = torch.randn(rows // 64, 512, device="cuda").bfloat16().repeat(64, 1)
+    assert x.numel() > 2**31
+    y = quant.fake_quant_fp8(x, 64)
+    assert_bitwise(y[-64:], quant.fake_quant_fp8(x[-64:].clone(), 64))
+    del y
+    weights = torch.ones(len(x) // 4, 4, device="cuda")
+    streams = x[: len(weights) * 4].view(-1, 4, 512).requires_grad_()
+    (gradient,) = torch.autograd.grad(mhc.mhc_pre(streams, weights), streams, x[: len(weights)])
+    assert_bitwise(gradient[-1, 3], x[len(weights) - 1])
+
+
+@pytest.mark.gpu
+def test_a_selection_among_a_million_keys_stays_below_one_gibibyte(much_memory):
+    rows, keys = 700, 2**20
+    q, k, weights = randn(rows, H, D), randn(keys, D), f32(rows, H)
+    starts, ends = int32([0] * rows), int32([keys] * rows)
+    whole = dsa.indexer_topk(q, k, weights, starts, ends, 512)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    again = dsa.indexer_topk(q, k, weights, starts, ends, 512)
+    torch.cuda.synchronize()
+    assert (
+        torch.cuda.max_memory_allocated() - before < 2**30 + 2**25
+    )  # the scores, and the candidates of a chunk
+    assert_bitwise(again, whole)
+    by_few = dsa.indexer_topk(q, k, weights, starts, ends, 512, max_logits_bytes=2**26)
+    assert_bitwise(by_few, whole)

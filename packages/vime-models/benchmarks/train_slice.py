@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of four real-width DeepSeek-V4-Flash layers on one or several GPUs.
+
+    python train_slice.py 16k 2k 2k-torch --out results/slice-h200.json
+    torchrun --nproc-per-node 2 train_slice.py cp2-64k tp2-64k --out results/multi_gpu.json
+
+Prints one line per case and merges a record per case into the file. bfloat16, Megatron's distributed optimizer with
+torch's Adam, weights drawn at random, packed random tokens. A step is forward, backward, gradient reduction and update.
+MFU counts three times the forward operations of the model (recomputation is not counted) against 989 TFLOP/s.
+`--dry` runs a tiny model on the CPU, without times that mean anything.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from slices import CASES, FLASH_SLICE, PACKS, Case
+from trainer import Trainer
+
+from vime_models.dsv4 import sizes
+from vime_models.host import bringup
+
+PEAK_TFLOPS = 989.0
+
+
+def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The record of one case."""
+    import measure
+
+    trainer = Trainer(case, config, "cuda")
+    for _ in range(options.warmup):
+        trainer.step()
+    torch.cuda.reset_peak_memory_stats()
+    ms = measure.largest(measure.median_ms(trainer.step, options.steps))
+    update_ms = measure.largest(measure.median_ms(trainer.update, options.steps))
+    peak = measure.largest(torch.cuda.max_memory_allocated() / 2**30)
+    profiled = measure.profile(trainer.step)
+    tokens = trainer.tokens_per_step
+    flops = 3 * sizes.forward_flops(sizes.read_config(config), PACKS[case.pack]) * trainer.packs_per_step
+    record = {
+        "name": name,
+        "gpus": case.world,
+        "layout": {key: value for key, value in case.options.items() if key not in ("kernels", "qat")},
+        "kernels": options.peer or case.options.get("kernels", "auto"),
+        "qat": case.options.get("qat", "off"),
+        "lengths": PACKS[case.pack],
+        "tokens": tokens,
+        "step_ms": round(ms, 2),
+        "update_ms": round(update_ms, 2),
+        "tokens_per_s_per_gpu": round(1e3 * tokens / ms / case.world),
+        "mfu": round(flops / ms / 1e9 / PEAK_TFLOPS / case.world, 4),
+        "model_tflop": round(flops / 1e12, 2),
+        "peak_gib": round(peak, 2),
+        "busy_ms": [round(ms, 2) for ms in measure.every(profiled.busy)],
+        "exposed_ms": [round(ms, 2) for ms in measure.every(profiled.exposed)],
+        "attention_ms": [round(ms, 2) for ms in measure.every(profiled.attention)],
+        "loss": round(trainer.loss, 4),
+        "kernels_ms": {n: [round(t, 2), c] for n, (t, c) in list(profiled.kernels.items())[: options.top]},
+    }
+    return record
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """Device, versions, commit, command."""
+    import triton
+
+    describe = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "commit": options.commit or found or "unknown",
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def merge(path: Path, records: list[dict[str, Any]]) -> None:
+    """Replaces the records of the same name."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    new = {record["name"] for record in records}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [record for record in old if record["name"] not in new]
+    path.write_text(json.dumps([*kept, *records], indent=1) + "\n")
+
+
+def line(record: dict[str, Any]) -> str:
+    """What a person reads."""
+    return (
+        f"{record['name']:<24} {record['step_ms']:>9.1f} ms  {record['tokens_per_s_per_gpu']:>7} tokens/s/GPU  "
+        f"MFU {record['mfu']:.1%}  {record['peak_gib']:>6.1f} GiB  update {record['update_ms']:.1f} ms  "
+        f"busy {max(record['busy_ms']):.1f}  exposed {max(record['exposed_ms']):.1f}  "
+        f"attention {record['attention_ms']}  loss {record['loss']:.3f}"
+    )
+
+
+def dry(name: str) -> str:
+    """A step of the case on a small model on the CPU."""
+    case, small = CASES[name], {"hidden_size": 64, "vocab_size": 160, "moe_intermediate_size": 32}
+    small |= {"num_attention_heads": 8, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 24}
+    small |= {"o_lora_rank": 16, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 8}
+    options = {key: value for key, value in case.options.items() if key != "qat"}
+    trainer = Trainer(replace(case, pack="2k", options=options), FLASH_SLICE | small, "cpu")
+    trainer.step()
+    return f"{name}: loss {trainer.loss:.3f}, {trainer.tokens_per_step} tokens"
+
+
+def main() -> None:
+    """Runs the cases of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="+", choices=[*CASES], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--out", type=Path, help="file of records")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--top", type=int, default=12, help="kernels to list")
+    parser.add_argument("--commit", default="", help="default: git describe")
+    parser.add_argument(
+        "--peer", default="", metavar="MODULE", help="module whose `use()` swaps the attention ops"
+    )
+    parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU")
+    options = parser.parse_args()
+    device = "cpu" if options.dry else "cuda"
+    bringup.init_world(device=device)  # type: ignore[arg-type]
+    first = dist.get_rank() == 0
+    if options.peer:
+        __import__(options.peer).use()
+    records: list[dict[str, Any]] = []
+    for name in options.cases:
+        if CASES[name].world != dist.get_world_size():
+            raise SystemExit(f"train_slice: {name} needs {CASES[name].world} processes; use torchrun")
+        if options.dry:
+            outcome = dry(name)
+            if first:
+                print(outcome, flush=True)
+            continue
+        label = f"{name}-{options.peer}" if options.peer else name
+        try:
+            record = run(label, CASES[name], FLASH_SLICE, options) | about(options)
+        except torch.OutOfMemoryError as error:
+            record = None
+            print(f"{label}: out of memory: {str(error)[:120]}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if record and first:
+            print(line(record), flush=True)
+            for kernel, (ms, count) in record["kernels_ms"].items():
+                print(f"    {ms:>9.2f} ms {count:>5} x {kernel[:90]}", flush=True)
+            records.append(record)
+            if options.out:
+                merge(options.out, records)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    main()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of multi_gpu/test_training.py: 20 steps in bfloat16 with Megatron's distributed optimizer.
+
+The directory of the checkpoint is given. Megatron checks for CUDA tensors, so this runs on GPUs only.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import serve
+from layouts import LAYOUTS, NCCL_LAYOUTS
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from step import build, forward_backward, load, wrap
+
+CHECKPOINT = Path(sys.argv[1]) / "checkpoint"
+STEPS = 20
+
+
+def curve(first: int = 0, **layout: Any) -> list[float]:
+    """Mean loss of each step.
+
+    Args:
+        first: microbatch that is summed first; what it changes is rounding.
+        **layout: options of the build.
+    """
+    chunks = load(build("bfloat16", **layout), CHECKPOINT)
+    wrapped = wrap(chunks, use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=5e-4,
+        weight_decay=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+    )
+    optimizer = get_megatron_optimizer(settings, wrapped)
+    losses = []
+    for _ in range(STEPS):
+        step = forward_backward(wrapped, "bfloat16", first)
+        optimizer.step()
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, step.losses)
+        found = {number: loss for part in seen for number, loss in part.items()}
+        losses.append(sum(found.values()) / len(found))
+    return losses
+
+
+CASES = {f"one-{first}": partial(curve, first) for first in range(4)} | {
+    name: partial(curve, **options) for name, (_, options) in (LAYOUTS | NCCL_LAYOUTS).items()
+}
+
+if __name__ == "__main__":
+    serve(CASES)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of tests/dist on GPUs: the same scripts and cases, over nccl, with the kernels that train."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DIST = Path(__file__).parents[1] / "dist"
+# Test modules and workers import the modules beside them and those of tests/dist by name.
+sys.path[:0] = [str(DIST), str(Path(__file__).parent)]
+
+from harness import launch  # noqa: E402
+
+Results = dict[str, list[Any]]
+Ranks = Callable[..., Results]
+
+
+@pytest.fixture(scope="session")
+def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with the checkpoint and the step of one GPU, far enough from ties for a comparison."""
+    directory = tmp_path_factory.mktemp("one-gpu")
+    (result,) = launch(DIST / "worker.py", 1, ["reference"], directory, device="cuda")["reference"]
+    assert result["gap"] > 1e-5, "a top-k is so close to a tie that rounding could decide it"
+    return directory
+
+
+@pytest.fixture(scope="session")
+def ranks(one_gpu: Path) -> Ranks:
+    """`ranks(world, cases, script)`: what each rank returned, for each case of a script."""
+
+    def run(world: int, cases: Sequence[str], script: Path = DIST / "worker.py") -> Results:
+        return launch(script, world, cases, one_gpu, device="cuda")
+
+    return run

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Over nccl every layout computes what one GPU computes: logits, losses and all gradients, over four microbatches."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from layouts import LAYOUTS, NCCL_LAYOUTS
+from worlds import WORLDS
+
+# Relative. float64 runs the torch ops and proves what is sent where; float32 runs the Triton kernels, TF32 off.
+LIMITS = {"float64": (1e-12, 1e-11), "float32": (2e-6, 1e-4)}
+CASES = [
+    (size, f"{name}-{precision}")
+    for name, (size, _) in (LAYOUTS | NCCL_LAYOUTS).items()
+    for precision in LIMITS
+    if size in WORLDS
+]
+PLANTED = ("unsummed-streams", "unsummed-keys")
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewer than two GPUs")]
+
+
+@pytest.fixture(scope="module")
+def results(ranks: Any) -> Any:
+    @cache
+    def of_world(size: int) -> dict[str, list[Any]]:
+        planted = PLANTED if size == 2 else ()
+        return ranks(size, [*planted, *(case for world, case in CASES if world == size)])
+
+    return of_world
+
+
+@pytest.mark.parametrize("size, case", CASES, ids=[case for _, case in CASES])
+def test_equals_one_gpu(results: Any, size: int, case: str) -> None:
+    logits, grads = LIMITS[case.rsplit("-", 1)[1]]
+    ranks = results(size)[case]
+    assert len(ranks) == size
+    for result in ranks:
+        assert result["logits"] <= logits, result
+        assert result["grads"] <= grads, result
+        assert result["losses"] <= 10 * logits, result
+        assert result["compared"][1] > 200, "most parameters were left out"
+        assert not result["unknown"], "gradients that one process does not have"
+    assert any(result["compared"][0] for result in ranks), "no rank saw logits"
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_gradient_that_is_not_summed_over_ranks_shows(results: Any, case: str) -> None:
+    for result in results(2)[case]:
+        assert result["logits"] <= LIMITS["float64"][0]
+        assert result["grads"] > 1e-2

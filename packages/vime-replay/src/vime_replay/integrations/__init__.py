@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to training frameworks; nothing else in this package knows one."""
