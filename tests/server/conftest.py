@@ -42,7 +42,7 @@ def server(vllm_python: str, checkpoint: Path) -> Iterator[Server]:
     """The server with both channels on; its log stays beside the checkpoint."""
     server = Server(vllm_python, checkpoint, checkpoint.parent / "server.log", *CHANNEL)
     try:
-        server.wait(300)
+        server.wait(600)
         yield server
     finally:
         server.stop()

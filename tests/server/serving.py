@@ -160,7 +160,7 @@ class Server:
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
 
-    def open(self, path: str, body: Mapping[str, Any], timeout: float = 300) -> Any:
+    def open(self, path: str, body: Mapping[str, Any], timeout: float = 600) -> Any:
         """The open response of one POST."""
         data = json.dumps({"model": "tiny", **body}).encode()
         request = urllib.request.Request(self._url(path), data, {"Content-Type": "application/json"})

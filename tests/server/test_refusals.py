@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
             {"indexer_topk_prompt_start": -1},
             ("between 0 and the prompt length", "greater than or equal to 0"),
         ),
-        ({"indexer_topk_prompt_start": 99}, ("between 0 and the prompt length",)),
+        ({"indexer_topk_prompt_start": 4000}, ("between 0 and the prompt length",)),
         ({"indexer_topk_prompt_start": "all"}, ("indexer_topk_prompt_start",)),
         ({"return_indexer_topk": "maybe"}, ("return_indexer_topk",)),
     ],
@@ -33,11 +33,14 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])
 def test_bad_option(server: Server, endpoint: str, option: dict[str, Any], expected: tuple[str, ...]) -> None:
     prompt = token_ids(40, seed=3)
-    words = " ".join(f"t{token}" for token in prompt)
+    messages = [{"role": "user", "content": " ".join(f"t{token}" for token in prompt)}]
     path, body = {
-        "generate": ("/inference/v1/generate", {"token_ids": prompt, "sampling_params": option}),
-        "completions": ("/v1/completions", {"prompt": prompt, **option}),
-        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}], **option}),
+        "generate": (
+            "/inference/v1/generate",
+            {"token_ids": prompt, "sampling_params": {"max_tokens": 2, **option}},
+        ),
+        "completions": ("/v1/completions", {"prompt": prompt, "max_tokens": 2, **option}),
+        "chat": ("/v1/chat/completions", {"messages": messages, "max_tokens": 2, **option}),
     }[endpoint]
     status, response = server.post(path, body)
     assert status == 400, response
@@ -67,7 +70,7 @@ def test_without_the_flag(vllm_python: str, checkpoint: Path) -> None:
     """The option is a 400, everything else is as in vLLM without the patch."""
     server = Server(vllm_python, checkpoint, checkpoint.parent / "off.log", "--enable-scale-out")
     try:
-        server.wait(300)
+        server.wait(600)
         (choice,) = server.generate(token_ids(40, seed=3))
         assert choice["indexer_topk"] is None
         assert choice["routed_experts"] is None

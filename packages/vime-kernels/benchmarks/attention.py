@@ -7,6 +7,8 @@ from problem import Outputs, Problem
 
 from vime_kernels import dsa
 
+ALL = slice(None)
+
 
 def attention(scale: Scale, model: Model, keys: str = "picks") -> Problem:
     """Sparse attention with its sink, if the model has one. Peers get buffers and lists joined."""
@@ -17,8 +19,11 @@ def attention(scale: Scale, model: Model, keys: str = "picks") -> Problem:
     if not model.window:
         kv, indices = scale.randn(n, D), picks(scale, n, model.ratio, model.topk)
         return Problem(
-            lambda backend, q, kv, repeatable=False: _listed(backend, q, kv, indices, model, repeatable),
+            lambda backend, q, kv, repeatable=False, rows=ALL: _listed(
+                backend, q, kv, indices[rows], model, repeatable
+            ),
             [q, kv],
+            rowwise=(True, False),
             with_grad=1,
             flops=_flops(model, indices),
             facts=_facts(q, kv, indices, D, None, lambda dq, dkv, dsink: [dq, dkv]),
@@ -29,12 +34,14 @@ def attention(scale: Scale, model: Model, keys: str = "picks") -> Problem:
     ends = (at + 1) // model.ratio
     ranges = (torch.zeros_like(at), ends) if keys == "ranges" else None
 
-    def windowed(backend: str, *leaves: torch.Tensor, repeatable: bool = False) -> Outputs:
+    def windowed(backend: str, *leaves: torch.Tensor, repeatable: bool = False, rows: slice = ALL) -> Outputs:
         q, kv, sink, *compressed = leaves
+        listed = None if indices is None else indices[rows]
+        visible = None if ranges is None else (ranges[0][rows], ranges[1][rows])
         return _both(
             dsa.sparse_attention_v4(
-                q, kv, compressed[0] if compressed else None, D**-0.5, sink, indices=indices, cmp_ranges=ranges,
-                window=model.window, q_positions=at, return_lse=True, deterministic=repeatable, backend=backend,
+                q, kv, compressed[0] if compressed else None, D**-0.5, sink, indices=listed, cmp_ranges=visible,
+                window=model.window, q_positions=at[rows], return_lse=True, deterministic=repeatable, backend=backend,
             )
         )  # fmt: skip
 
@@ -55,6 +62,7 @@ def attention(scale: Scale, model: Model, keys: str = "picks") -> Problem:
     return Problem(
         windowed,
         [q, kv, sink, *compressed],
+        rowwise=(True, False, False, *(False for _ in compressed)),
         with_grad=1,
         flops=_flops(model, lists),
         facts=_facts(q, torch.cat([kv, *compressed]), lists, D, sink, split),
@@ -69,12 +77,12 @@ def teacher(scale: Scale, model: Model) -> Problem:
     indices = picks(scale, n, model.ratio, model.topk)
     lse = _listed("torch" if scale.tiny else "triton", q, kv, indices, model, False)[1].float()
 
-    def call(backend: str, q: torch.Tensor, kv: torch.Tensor) -> Outputs:
-        return (dsa.indexer_kl_target(q, kv, indices, D**-0.5, lse=lse, backend=backend),)
+    def call(backend: str, q: torch.Tensor, kv: torch.Tensor, rows: slice = ALL) -> Outputs:
+        return (dsa.indexer_kl_target(q, kv, indices[rows], D**-0.5, lse=lse[rows], backend=backend),)
 
     valid = int((indices >= 0).sum())
     facts = {"q": q, "kv": kv, "indices": indices, "lse": lse, "sm_scale": D**-0.5}
-    return Problem(call, [q, kv], flops={"fwd": 2.0 * model.heads * D * valid}, facts=facts)
+    return Problem(call, [q, kv], (True, False), flops={"fwd": 2.0 * model.heads * D * valid}, facts=facts)
 
 
 def loss(scale: Scale, model: Model) -> Problem:

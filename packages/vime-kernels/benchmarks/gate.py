@@ -38,7 +38,7 @@ TARGETS = (
     Target(
         ("topk",),
         peers={
-            "Miles": 1.2, "Miles, free proposal": 1.2, "SGLang": 0.8, "cuDNN deterministic": 0.8, "torch.topk": 5.0,
+            "Miles": 1.2, "SGLang": 0.8, "cuDNN deterministic": 0.8, "torch.topk": 5.0,
         },
     ),
     Target(("indexer_scores",), ("bwd",), peers={"TileLang": 3.0, "cuDNN": 1.0}),

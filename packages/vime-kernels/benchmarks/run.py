@@ -28,7 +28,7 @@ from problem import Case
 from registry import cases
 
 SLOW = (
-    "torch",
+    "eager",
     "cudnn",
     "tilelang",
     "tilekernels",
@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
     add("--gate", metavar="JSON", help="only print which acceptance targets these records meet")
     add("--child", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.peer = options.peer or ["torch"]
+    options.peer = options.peer or ["eager"]
     for word in options.peer:
         if word.partition("=")[0] not in NAMES:
             raise SystemExit(f"run.py: --peer {word}: expected one of {', '.join(NAMES)}")
@@ -176,11 +176,11 @@ def child(options: argparse.Namespace) -> int:
         free(scale)
     say({"ready": True})
     sys.stdin.readline()
-    if name == "torch" and share == "0":
+    if name == "eager" and share == "0":
         for record in ceilings(scale, options.repeats):
             say({"record": record})
     for each in checked:
-        for record in measure(each, peer, scale, options.repeats, alone=name == "torch"):
+        for record in measure(each, peer, scale, options.repeats, alone=name == "eager"):
             say({"record": record})
         free(scale)
     return 0

@@ -9,6 +9,8 @@ from problem import Outputs, Problem
 
 from vime_kernels import dsa
 
+ALL = slice(None)
+
 
 def logits(scale: Scale, model: Model, precision: str, clean: bool = True) -> Problem:
     """Scores of every visible key."""
@@ -24,9 +26,14 @@ def logits(scale: Scale, model: Model, precision: str, clean: bool = True) -> Pr
     column = torch.arange(len(k), device=scale.device, dtype=torch.int32)
     visible = (column >= starts[:, None]) & (column < ends[:, None])
 
-    def call(backend: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Outputs:
+    def call(
+        backend: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, rows: slice = ALL
+    ) -> Outputs:
         cast = {key: value.to(weights.dtype) for key, value in scales.items()}
-        return (dsa.indexer_logits(q, k, weights, starts, ends, clean_logits=clean, backend=backend, **cast),)
+        if scales:
+            cast["q_scale"] = cast["q_scale"][rows]
+        ranges = starts[rows], ends[rows]
+        return (dsa.indexer_logits(q, k, weights, *ranges, clean_logits=clean, backend=backend, **cast),)
 
     pairs = float((ends - starts).sum())
     facts = {
@@ -38,7 +45,7 @@ def logits(scale: Scale, model: Model, precision: str, clean: bool = True) -> Pr
         **scales,
     }
     flops = {"fwd": 2.0 * model.index_heads * q.shape[-1] * pairs}
-    return Problem(call, [q, k, weights], flops=flops, facts=facts)
+    return Problem(call, [q, k, weights], (True, False, True), flops=flops, facts=facts)
 
 
 def scores(scale: Scale, model: Model) -> Problem:
@@ -65,12 +72,12 @@ def selection(scale: Scale, model: Model) -> Problem:
     values = scale.randn(scale.rows, scale.context // model.ratio, dtype=torch.float32)
     starts, ends = torch.zeros_like(at), (at + 1) // model.ratio
 
-    def call(backend: str, values: torch.Tensor) -> Outputs:
-        return (dsa.topk(values, model.topk, starts, ends, backend=backend),)
+    def call(backend: str, values: torch.Tensor, rows: slice = ALL) -> Outputs:
+        return (dsa.topk(values, model.topk, starts[rows], ends[rows], backend=backend),)
 
     moved = 4.0 * (float((ends - starts).sum()) + scale.rows * model.topk)
     facts = {"starts": starts, "ends": ends, "k": model.topk}
-    return Problem(call, [values], exact=True, moved={"fwd": moved}, facts=facts)
+    return Problem(call, [values], (True,), exact=True, moved={"fwd": moved}, facts=facts)
 
 
 def pick(scale: Scale, model: Model) -> Problem:
@@ -79,12 +86,19 @@ def pick(scale: Scale, model: Model) -> Problem:
     leaves, starts, ends = index_inputs(scale, model)
     leaves = [leaf.float().mul(2).round().clamp(-4, 4).to(leaf.dtype) for leaf in leaves]
 
-    def call(backend: str, *leaves: torch.Tensor) -> Outputs:
-        return (dsa.indexer_topk(*leaves, starts, ends, model.topk, backend=backend),)
+    def call(backend: str, *leaves: torch.Tensor, rows: slice = ALL) -> Outputs:
+        return (dsa.indexer_topk(*leaves, starts[rows], ends[rows], model.topk, backend=backend),)
 
     unit = 2.0 * model.index_heads * leaves[0].shape[-1]
     facts = {"starts": starts, "ends": ends, "k": model.topk, "ratio": model.ratio}
-    return Problem(call, leaves, exact=True, flops={"fwd": unit * float((ends - starts).sum())}, facts=facts)
+    return Problem(
+        call,
+        leaves,
+        rowwise=(True, False, True),
+        exact=True,
+        flops={"fwd": unit * float((ends - starts).sum())},
+        facts=facts,
+    )
 
 
 def pools(scale: Scale, model: Model) -> Problem:

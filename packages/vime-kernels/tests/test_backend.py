@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who decides the backend, in which order, and what an impossible choice says."""
 
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,13 +74,31 @@ def test_an_operation_refuses_an_explicit_triton():
         dsa.topk(torch.zeros(2, 3), 1, starts, ends, backend="triton")
 
 
-def test_explain_names_every_operation_and_shows_a_refusal():
+def test_explain_names_every_operation_and_shows_a_refusal(monkeypatch):
+    monkeypatch.setitem(_backend.IMPLEMENTED, "kpool_select", ("torch",))
     assert [line.split(":")[0] for line in explain().splitlines()] == list(_backend.IMPLEMENTED)
     with use_backend("triton"):
         assert explain("kpool_select").startswith("kpool_select: refused")
+        with pytest.raises(BackendError, match="this release has no Triton backend for it"):
+            _backend.resolve("kpool_select")
         assert "triton" in explain("topk")
 
 
 def test_importing_everything_leaves_triton_alone():
     code = "import sys, vime_kernels.dsa, vime_kernels.quant, vime_kernels.mhc; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_device_that_is_too_old(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(_backend, "_warned", set())
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    reason = re.escape("the device has capability (8, 0), below (9, 0)")
+    with pytest.raises(
+        BackendError, match=rf"backend 'triton' was requested by the argument .*{reason}; use 'torch'"
+    ):
+        _backend.resolve("topk", "triton", [tensor])
+    with pytest.warns(UserWarning, match=rf"topk: runs on the torch backend, because for Triton {reason}"):
+        assert _backend.resolve("topk", None, [tensor]) == "torch"
+    assert _backend.resolve("topk", None, [tensor]) == "torch"  # warns once

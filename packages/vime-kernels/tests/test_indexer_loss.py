@@ -124,6 +124,18 @@ def test_no_row_counts(reduction):
     assert (scores.grad == 0).all()
 
 
+def test_a_score_of_minus_infinity_is_no_pick():
+    scores, target = randn(5, 4, seed=5), randn(5, 4, seed=6).exp()
+    absent = torch.where(INDICES < 6, INDICES, -1)
+    expected = indexer_kl_loss(scores, target, absent, coeff=1.0)
+    beyond = scores.masked_fill(
+        ~VALID, float("-inf")
+    ).requires_grad_()  # as `indexer_scores` gives for row 6 of 6
+    loss = indexer_kl_loss(beyond, target, INDICES, coeff=1.0)
+    assert_bitwise(loss, expected)
+    assert (torch.autograd.grad(loss, beyond)[0][~VALID] == 0).all()
+
+
 def test_a_perfect_student_has_no_loss():
     scores = randn(5, 4, seed=5, dtype=torch.float64)
     target = 7 * scores.masked_fill(INDICES < 0, float("-inf")).softmax(1).nan_to_num(0.0)

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 train_slice.py cp2-64k tp2-64k --out results/multi_gpu.json
 
 Prints one line per case and merges a record per case into the file. bfloat16, Megatron's distributed optimizer with
-torch's Adam, weights drawn at random, packed random tokens. A step is forward, backward, gradient reduction and update.
+torch's fused Adam, weights drawn at random, packed random tokens. A step is forward, backward, reduction of gradients
+and update.
 MFU counts three times the forward operations of the model (recomputation is not counted) against 989 TFLOP/s.
 `--dry` runs a tiny model on the CPU, without times that mean anything.
 """
@@ -21,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import measure
+import predict
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -35,8 +38,6 @@ PEAK_TFLOPS = 989.0
 
 def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The record of one case."""
-    import measure
-
     trainer = Trainer(case, config, "cuda")
     for _ in range(options.warmup):
         trainer.step()
@@ -61,10 +62,14 @@ def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespa
         "mfu": round(flops / ms / 1e9 / PEAK_TFLOPS / case.world, 4),
         "model_tflop": round(flops / 1e12, 2),
         "peak_gib": round(peak, 2),
+        "predicted_gib": round(predict.memory_gib(case, config), 2),
+        "predicted_sent_gb": {g: round(gb, 2) for g, gb in predict.sent_gb(case, config).items()},
         "busy_ms": [round(ms, 2) for ms in measure.every(profiled.busy)],
         "exposed_ms": [round(ms, 2) for ms in measure.every(profiled.exposed)],
         "attention_ms": [round(ms, 2) for ms in measure.every(profiled.attention)],
-        "loss": round(trainer.loss, 4),
+        "predicted_attention_shares": [round(s, 4) for s in predict.attention_shares(case, config)],
+        # Only the last pipeline stage has one.
+        "loss": round(max(loss for loss in measure.every(trainer.loss) if loss == loss), 4),
         "kernels_ms": {n: [round(t, 2), c] for n, (t, c) in list(profiled.kernels.items())[: options.top]},
     }
     return record
@@ -121,7 +126,7 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="+", choices=[*CASES], metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, help="file of records")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="timed ones; the median counts")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
     parser.add_argument("--commit", default="", help="default: git describe")

@@ -54,7 +54,12 @@ class Trainer:
         settings = OptimizerConfig(
             optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
         )
-        return get_megatron_optimizer(settings, self.wrapped)
+        optimizer = get_megatron_optimizer(settings, self.wrapped)
+        # As Transformer Engine's Adam, which Megatron takes where it is installed: one kernel.
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for group in part.optimizer.param_groups:
+                group |= {"fused": True, "foreach": False}
+        return optimizer
 
     def _draw(self, vocabulary: int) -> None:
         lengths = PACKS[self.case.pack]

@@ -279,7 +279,7 @@ def main() -> None:
             records.append(found)
             print(line(found), flush=True)
 
-    add(decode(synthetic(4097, FLASH, ordered=False), options.seconds))
+    add(decode(synthetic(8193, FLASH, ordered=False), options.seconds))
     add(pack(options.seconds))
     add(files(options.seconds))
     picks, forward_seconds = load_or_record(options.picks, options.tokens)

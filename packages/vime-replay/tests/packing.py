@@ -3,6 +3,7 @@
 
 import numpy as np
 
+from vime_replay.layout import balance_folds
 from vime_replay.spec import ReplaySpec
 
 PAD = None
@@ -40,10 +41,15 @@ def stream_of(lengths, *, mode, cp, pad_multiple, fmt="thd", max_seqlen=None):
 
 
 def balanced(stream, cp):
-    """Rows of the whole stream, in order, to each rank's pair of chunks."""
-    size = len(stream) // (2 * cp)
-    chunks = [stream[c * size : (c + 1) * size] for c in range(2 * cp)]
-    return [chunks[r] + chunks[2 * cp - 1 - r] for r in range(cp)]
+    """Rows of the whole stream, in order, to each rank's pairs of chunks."""
+    folds = balance_folds(len(stream), cp)
+    size = len(stream) // (2 * cp * folds)
+    chunks = [stream[c * size : (c + 1) * size] for c in range(2 * cp * folds)]
+    pair = [min(c % (2 * cp), 2 * cp - 1 - c % (2 * cp)) for c in range(len(chunks))]
+    return [
+        [row for chunk, owner in zip(chunks, pair, strict=True) if owner == r for row in chunk]
+        for r in range(cp)
+    ]
 
 
 def packed(rows_of_rank, samples, lengths, extents, *, ratio, key_space):

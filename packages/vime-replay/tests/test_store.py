@@ -98,6 +98,23 @@ def test_what_holds_no_rows_is_refused(value):
         as_source(value)
 
 
+def test_wide_integers_are_not_cut_to_legal_ones():
+    rows = ROWS.astype(np.int64)
+    rows[3, 0, 0] += 2**32
+    with pytest.raises(ReplayPayloadError, match="expected entries that fit int32"):
+        as_source(rows)
+    with pytest.raises(ReplayPayloadError, match="expected entries that fit int32"):
+        read(as_source(Reference(rows)), slice(0, 9), [0])
+
+
+def test_a_reference_to_floats_is_refused():
+    class Floats(Reference):
+        dtype = "torch.bfloat16"
+
+    with pytest.raises(ReplayPayloadError, match="expected an integer dtype, got bfloat16"):
+        as_source(Floats(ROWS))
+
+
 def test_a_reference_that_returns_something_else_is_refused():
     class Short(Reference):
         def __getitem__(self, rows):

@@ -118,7 +118,7 @@ def main() -> None:
             for name, flags in FLAGS.items():
                 log = Path(folder) / f"{name}.log"
                 servers[name] = Server(options.python, checkpoint, log, "--enable-scale-out", *flags)
-                servers[name].wait(300)
+                servers[name].wait(600)
             records = measure(servers, options.rounds)
         finally:
             for server in servers.values():

@@ -116,6 +116,7 @@ def test_strip_needs_the_rows(count: int) -> None:
 
 
 def test_nothing_received_is_said() -> None:
+    picks().strip(0)
     with pytest.raises(WireError, match="none were received"):
         _ = picks().array
 

@@ -109,6 +109,9 @@ STEP = (3 << 16) // 3 * 4
 PADDED_INSIDE = saved(np.zeros((200, 10, 200), np.uint16))
 PADDED_INSIDE = PADDED_INSIDE[: STEP - 4] + "AA==" + PADDED_INSIDE[STEP:]
 
+# Complete and consistent, but its data starts at byte 69.
+UNALIGNED = b"\x93NUMPY\x01\x00\x3b\x00" + fields().encode().ljust(59) + bytes(24)
+
 HOSTILE = {
     "none": (None, "wire.type"),
     "list": ([GOOD], "wire.type"),
@@ -128,10 +131,7 @@ HOSTILE = {
     "version_9": (headed(fields(), version=b"\x09\x00"), "npy.header"),
     "header_too_long": (headed(fields().ljust(2000)), "npy.header"),
     "header_past_the_end": (base64.b64encode(b"\x93NUMPY\x01\x00\xf6\x03{}").decode(), "npy.header"),
-    "header_not_aligned": (
-        base64.b64encode(b"\x93NUMPY\x01\x00\x02\x00{}" + b"\0" * 9).decode(),
-        "npy.header",
-    ),
+    "header_not_aligned": (base64.b64encode(UNALIGNED).decode(), "npy.header"),
     "header_is_code": (headed("__import__('os').system('true')"), "npy.header"),
     "header_nested": (headed("(" * 900), "npy.header"),
     "header_unary": (headed("-" * 900 + "1"), "npy.header"),

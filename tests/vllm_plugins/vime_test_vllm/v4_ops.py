@@ -7,53 +7,38 @@ blocks with power-of-two scales, then 64 bf16 values; indexer keys are 128 fp8 v
 Slow and simple; nothing outside the tests uses them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 ROPE, NOPE, TILE = 64, 448, 64
 FP8_MAX = 448.0
 
-SCHEMAS = {
-    "convert_weight_packed": "(Tensor weight) -> Tensor",
-    "bmm_cpu": "(Tensor(a!) out, Tensor mat1, Tensor mat2, bool is_vnni, Tensor? scale) -> ()",
-    "hc_pre_fused_cpu": "(Tensor x, Tensor fn, Tensor scale, Tensor base, int mult, int iters, float rms_eps, "
-    "float eps) -> (Tensor, Tensor, Tensor)",
-    "hc_post_fused_cpu": "(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor",
-    "hc_head_fused_cpu": "(Tensor x, Tensor fn, Tensor scale, Tensor base, float eps, float norm_eps) -> Tensor",
-    "biased_topk_cpu": "(Tensor hidden, Tensor logits, Tensor bias, int topk, bool renormalize, str scoring, "
-    "int shared, float? factor, bool apply_factor) -> (Tensor, Tensor)",
-    "hash_topk_cpu": "(Tensor logits, Tensor ids, int topk, str scoring, int shared, int experts, float factor) "
-    "-> (Tensor, Tensor)",
-    "fused_qnorm_rope_kv_insert_cpu": "(Tensor q, Tensor kv, Tensor positions, Tensor(a!) cache, Tensor slots, "
-    "Tensor cos_sin, int heads, float eps, int block_size) -> Tensor",
-    "inverse_gptj_rope_o_proj_cpu": "(Tensor o, Tensor positions, Tensor cos_sin, int rope_dim) -> Tensor",
-    "flash_mla_with_kvcache_cpu": "(Tensor(a!) out, Tensor q, Tensor window, Tensor window_slots, "
-    "int window_block, Tensor compressed, Tensor compressed_slots, int compressed_block, Tensor sink, "
-    "float scale) -> ()",
-    "save_partial_states_cpu": "(Tensor kv, Tensor score, Tensor ape, Tensor positions, Tensor(a!) state, "
-    "Tensor slots) -> ()",
-    "compress_norm_rope_store_cpu": "(Tensor state, Tensor gather_slots, Tensor positions, Tensor slots, "
-    "Tensor weight, float eps, Tensor cos_sin, Tensor(a!) cache, int block_size, int ratio) -> ()",
-    "compress_norm_rope_store_indexer_cpu": "(Tensor state, Tensor gather_slots, Tensor positions, Tensor slots, "
-    "Tensor weight, float eps, Tensor cos_sin, Tensor(a!) cache, int block_size, int ratio) -> ()",
-    "fused_indexer_q_rope_quant_cpu": "(Tensor positions, Tensor q, Tensor cos_sin, Tensor(a!) q_fp8, "
-    "Tensor weights, float softmax_scale, float head_scale, Tensor(b!) weights_out) -> ()",
-    "fp8_paged_mqa_logits_cpu": "(Tensor q, Tensor cache, Tensor weights, Tensor seq_lens, Tensor pages, "
-    "int block_size, int max_seq_len) -> Tensor",
-    "topk_transform_512_cpu": "(Tensor scores, Tensor seq_lens, Tensor pages, Tensor(a!) out_pages, "
-    "int page_size, Tensor(b!)? out) -> ()",
-}
+OPS: dict[str, tuple[Callable[..., Any], str]] = {}
+# Registrations end when it is collected.
+LIBRARY = torch.library.Library("_C", "FRAGMENT")
+
+
+def op(*mutated: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Collects a function whose annotations are its schema; it writes to the named arguments."""
+
+    def collect(function: Callable[..., Any]) -> Callable[..., Any]:
+        OPS[function.__name__] = function, torch.library.infer_schema(function, mutates_args=mutated)
+        return function
+
+    return collect
 
 
 def register() -> None:
     """Adds the ops to vLLM's namespace `_C`, for CPU tensors."""
-    library = torch.library.Library("_C", "FRAGMENT")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema)
-        library.impl(name, globals()[name], "CPU")
-    register.library = library  # type: ignore[attr-defined]  # the registration ends with the object
+    for name, (function, schema) in OPS.items():
+        LIBRARY.define(name + schema)
+        LIBRARY.impl(name, function, "CPU")
 
 
-def _rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
+def _rope(x: Tensor, positions: Tensor, cos_sin: Tensor, sign: float = 1.0) -> Tensor:
     """float32 `x` [T, …, D] with adjacent pairs of its last 64 values rotated; the table is [cos | sin]."""
     cos, sin = cos_sin[positions].chunk(2, -1)
     while cos.dim() < x.dim():
@@ -63,24 +48,22 @@ def _rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, sign:
     return torch.cat((x[..., :-ROPE], rotated), -1)
 
 
-def _power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
+def _power_of_two_scale(amax: Tensor) -> Tensor:
     return torch.exp2(torch.ceil(torch.log2(amax / FP8_MAX)))
 
 
-def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def _cache_views(
-    cache: torch.Tensor, block_size: int, data: int, scale: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cache_views(cache: Tensor, block_size: int, data: int, scale: int) -> tuple[Tensor, Tensor]:
     """Byte views [blocks, block_size, data] and [blocks, block_size, scale]: all rows of a block, then its scales."""
     split = block_size * data
     rows = cache[:, :split].unflatten(1, (block_size, data))
     return rows, cache[:, split : split + block_size * scale].unflatten(1, (block_size, scale))
 
 
-def _store_kv(cache: torch.Tensor, block_size: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+def _store_kv(cache: Tensor, block_size: int, slots: Tensor, kv: Tensor) -> None:
     """Writes float32 rows [N, 512], already rotated, in the fp8_ds_mla layout."""
     rows, scales = _cache_views(cache, block_size, NOPE + 2 * ROPE, NOPE // TILE + 1)
     tiles = kv[:, :NOPE].bfloat16().float().unflatten(1, (-1, TILE))
@@ -92,7 +75,7 @@ def _store_kv(cache: torch.Tensor, block_size: int, slots: torch.Tensor, kv: tor
     scales[block, row, :-1] = (scale.squeeze(-1).log2() + 127).to(torch.uint8)
 
 
-def _load_kv(cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch.Tensor:
+def _load_kv(cache: Tensor, block_size: int, slots: Tensor) -> Tensor:
     """float32 rows [N, 512] of the slots, rounded to bf16 as the attention kernel packs them."""
     rows, scales = _cache_views(cache, block_size, NOPE + 2 * ROPE, NOPE // TILE + 1)
     block, row = slots // block_size, slots % block_size
@@ -103,7 +86,18 @@ def _load_kv(cache: torch.Tensor, block_size: int, slots: torch.Tensor) -> torch
     return torch.cat((nope.flatten(1).bfloat16(), rope), -1).float()
 
 
-def fused_qnorm_rope_kv_insert_cpu(q, kv, positions, cache, slots, cos_sin, heads, eps, block_size):
+@op("cache")
+def fused_qnorm_rope_kv_insert_cpu(
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    heads: int,
+    eps: float,
+    block_size: int,
+) -> Tensor:
     x = q.float()
     x = _rope(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), positions, cos_sin)
     keep = slots >= 0
@@ -112,13 +106,24 @@ def fused_qnorm_rope_kv_insert_cpu(q, kv, positions, cache, slots, cos_sin, head
     return torch.nn.functional.pad(x.to(q.dtype), (0, 0, 0, heads - q.shape[1]))
 
 
-def inverse_gptj_rope_o_proj_cpu(o, positions, cos_sin, rope_dim):
+@op()
+def inverse_gptj_rope_o_proj_cpu(o: Tensor, positions: Tensor, cos_sin: Tensor, rope_dim: int) -> Tensor:
     return _rope(o.float(), positions, cos_sin, sign=-1.0)
 
 
+@op("out")
 def flash_mla_with_kvcache_cpu(
-    out, q, window, window_slots, window_block, compressed, compressed_slots, compressed_block, sink, scale
-):
+    out: Tensor,
+    q: Tensor,
+    window: Tensor,
+    window_slots: Tensor,
+    window_block: int,
+    compressed: Tensor,
+    compressed_slots: Tensor,
+    compressed_block: int,
+    sink: Tensor,
+    scale: float,
+) -> None:
     for rows in torch.arange(len(q)).split(64):
         parts, valid = [], []
         for cache, slots, block in (
@@ -136,13 +141,25 @@ def flash_mla_with_kvcache_cpu(
         out[rows, : q.shape[1]] = torch.einsum("thk,tkd->thd", probs, kv_TKD).to(out.dtype)
 
 
-def save_partial_states_cpu(kv, score, ape, positions, state, slots):
+@op("state")
+def save_partial_states_cpu(
+    kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, state: Tensor, slots: Tensor
+) -> None:
     keep = slots >= 0
     rows = torch.cat((kv, score + ape[positions % len(ape)]), -1)[: len(slots)][keep]
     state[slots[keep] // state.shape[1], slots[keep] % state.shape[1]] = rows
 
 
-def _compress(state, gather_slots, positions, slots, weight, eps, cos_sin, ratio):
+def _compress(
+    state: Tensor,
+    gather_slots: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    ratio: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Slots and pooled, normalised rows [N, D] before rotation, with the position of each group's first token."""
     n = len(gather_slots)
     done = ((positions[:n] + 1) % ratio == 0) & (slots[:n] >= 0)
@@ -159,16 +176,36 @@ def _compress(state, gather_slots, positions, slots, weight, eps, cos_sin, ratio
     return slots[:n][done], normed, positions[:n][done] // ratio * ratio
 
 
+@op("cache")
 def compress_norm_rope_store_cpu(
-    state, gather_slots, positions, slots, weight, eps, cos_sin, cache, block_size, ratio
-):
+    state: Tensor,
+    gather_slots: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    cache: Tensor,
+    block_size: int,
+    ratio: int,
+) -> None:
     slots, rows, first = _compress(state, gather_slots, positions, slots, weight, eps, cos_sin, ratio)
     _store_kv(cache, block_size, slots, _rope(rows, first, cos_sin))
 
 
+@op("cache")
 def compress_norm_rope_store_indexer_cpu(
-    state, gather_slots, positions, slots, weight, eps, cos_sin, cache, block_size, ratio
-):
+    state: Tensor,
+    gather_slots: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    cache: Tensor,
+    block_size: int,
+    ratio: int,
+) -> None:
     slots, rows, first = _compress(state, gather_slots, positions, slots, weight, eps, cos_sin, ratio)
     keys = _rope(rows, first, cos_sin).bfloat16().float()
     scale = _power_of_two_scale(keys.abs().amax(-1, keepdim=True).clamp_min(1e-4))
@@ -178,9 +215,17 @@ def compress_norm_rope_store_indexer_cpu(
     scales[block, row] = scale.view(torch.uint8)
 
 
+@op("q_fp8", "weights_out")
 def fused_indexer_q_rope_quant_cpu(
-    positions, q, cos_sin, q_fp8, weights, softmax_scale, head_scale, weights_out
-):
+    positions: Tensor,
+    q: Tensor,
+    cos_sin: Tensor,
+    q_fp8: Tensor,
+    weights: Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    weights_out: Tensor,
+) -> None:
     x = _rope(q, positions, cos_sin)
     x[..., -ROPE:] = x[..., -ROPE:].bfloat16().float()
     scale = _power_of_two_scale(x.abs().amax(-1, keepdim=True).clamp_min(1e-4))
@@ -188,7 +233,16 @@ def fused_indexer_q_rope_quant_cpu(
     weights_out.copy_(weights * scale.squeeze(-1) * softmax_scale * head_scale)
 
 
-def fp8_paged_mqa_logits_cpu(q, cache, weights, seq_lens, pages, block_size, max_seq_len):
+@op()
+def fp8_paged_mqa_logits_cpu(
+    q: Tensor,
+    cache: Tensor,
+    weights: Tensor,
+    seq_lens: Tensor,
+    pages: Tensor,
+    block_size: int,
+    max_seq_len: int,
+) -> Tensor:
     data, scales = _cache_views(cache, block_size, q.shape[2], 4)
     logits = q.new_zeros((len(q), max_seq_len), dtype=torch.float32)
     num_pages = -(-max_seq_len // block_size)
@@ -203,10 +257,15 @@ def fp8_paged_mqa_logits_cpu(q, cache, weights, seq_lens, pages, block_size, max
     return logits
 
 
-def topk_transform_512_cpu(scores, seq_lens, pages, out_pages, page_size, out):
+@op("out_pages", "out")
+def topk_transform_512_cpu(
+    scores: Tensor, seq_lens: Tensor, pages: Tensor, out_pages: Tensor, page_size: int, out: Tensor
+) -> None:
     columns = torch.arange(scores.shape[1])
     inside = columns < seq_lens.unsqueeze(1)
-    best = scores.masked_fill(~inside, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :512]
+    best = (
+        scores.masked_fill(~inside, float("-inf")).sort(dim=-1, descending=True, stable=True).indices[:, :512]
+    )
     picks = torch.where(inside.gather(1, best), best, -1)
     short = torch.where(inside, columns, -1)[:, :512]
     picks = torch.where(seq_lens.unsqueeze(1) <= 512, short, picks)
@@ -214,43 +273,66 @@ def topk_transform_512_cpu(scores, seq_lens, pages, out_pages, page_size, out):
     out[:, : picks.shape[1]] = picks.int()
 
 
-def convert_weight_packed(weight):
+@op()
+def convert_weight_packed(weight: Tensor) -> Tensor:
     return weight.clone()
 
 
-def bmm_cpu(out, mat1, mat2, is_vnni, scale):
+@op("out")
+def bmm_cpu(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tensor | None) -> None:
     out.copy_(torch.bmm(mat1, mat2.transpose(1, 2)))
 
 
-def hc_pre_fused_cpu(x, fn, scale, base, mult, iters, rms_eps, eps):
+@op()
+def hc_pre_fused_cpu(
+    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mult: int, iters: int, rms_eps: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     from vllm.model_executor.kernels.mhc import mhc_pre_torch
 
     post, comb, layer_input = mhc_pre_torch(x, fn, scale, base, rms_eps, eps, eps, 2.0, iters)
     return layer_input, post.squeeze(-1), comb
 
 
-def hc_post_fused_cpu(x, residual, post, comb):
+@op()
+def hc_post_fused_cpu(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     from vllm.model_executor.kernels.mhc import mhc_post_torch
 
     return mhc_post_torch(x, residual, post.unsqueeze(-1), comb)
 
 
-def hc_head_fused_cpu(x, fn, scale, base, eps, norm_eps):
+@op()
+def hc_head_fused_cpu(
+    x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float
+) -> Tensor:
     flat = x.flatten(1).float()
     mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     weights = torch.sigmoid(mixes * scale + base) + eps
     return (weights.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
 
 
-def _route(logits, ids, factor):
+def _route(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     weights = torch.nn.functional.softplus(logits.float()).sqrt().gather(1, ids.long())
     return weights / weights.sum(-1, keepdim=True) * factor, ids.int()
 
 
-def biased_topk_cpu(hidden, logits, bias, topk, renormalize, scoring, shared, factor, apply_factor):
+@op()
+def biased_topk_cpu(
+    hidden: Tensor,
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    renormalize: bool,
+    scoring: str,
+    shared: int,
+    factor: float,
+    apply_factor: bool,
+) -> tuple[Tensor, Tensor]:
     scores = torch.nn.functional.softplus(logits.float()).sqrt() + bias
     return _route(logits, scores.topk(topk).indices, factor)
 
 
-def hash_topk_cpu(logits, ids, topk, scoring, shared, experts, factor):
+@op()
+def hash_topk_cpu(
+    logits: Tensor, ids: Tensor, topk: int, scoring: str, shared: int, experts: int, factor: float
+) -> tuple[Tensor, Tensor]:
     return _route(logits, ids, factor)

@@ -204,8 +204,8 @@ CASES: dict[str, Case] = {
         unread=tail_of(0, 1),
     ),
     "kpool_select": Case(
-        lambda q, k, w, c: dsa.kpool_select(q, k, w, c, 4 * EDGE, 4, q_positions=int32(range(N))),
-        lambda: (randn(N, H, D), randn(N // 4, D), f32(N, H), int32(CU)),
+        lambda q, k, w, c, at: dsa.kpool_select(q, k, w, c, 4 * EDGE, 4, q_positions=at),
+        lambda: (randn(N, H, D), randn(N // 4, D), f32(N, H), int32(CU), int32(range(N))),
     ),
     "sparse_attention": Case(
         attention(False, WIDE),

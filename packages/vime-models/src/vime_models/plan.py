@@ -250,7 +250,8 @@ def _traffic(
 def seconds(hf: Any, sizes: Any, layout: Layout, every: list[Stage]) -> float:
     """A rough time of a step: compute with the pipeline's bubble, and wires that nothing hides."""
     recomputed = 4 if layout.recompute == "full" else 3
-    work = sizes.flops_per_token(hf) * recomputed * layout.batch * layout.seq_len / layout.gpus / COMPUTE_RATE
+    forward = sizes.forward_flops(hf, (layout.seq_len,))
+    work = forward * recomputed * layout.batch / layout.gpus / COMPUTE_RATE
     bubble = 1 + (layout.pp - 1) / layout.microbatches
     # Megatron's order: tensor, context, expert and data, pipeline ranks, neighbours first.
     reach = {

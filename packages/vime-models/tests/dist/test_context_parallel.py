@@ -12,7 +12,15 @@ from harness import launch
 LIMITS = {"float64": (1e-12, 1e-11), "float32": (2e-6, 1e-4)}
 TWO = [
     f"{name}-{precision}"
-    for name in ("contiguous", "zigzag", "bshd", "bshd-zigzag", "contiguous-balanced", "bshd-zigzag-balanced")
+    for name in (
+        "contiguous",
+        "zigzag",
+        "bshd",
+        "bshd-zigzag",
+        "contiguous-balanced",
+        "bshd-zigzag-balanced",
+        "parts-balanced",
+    )
     for precision in LIMITS
 ] + ["zigzag-attached-float64"]
 FOUR = [f"{name}-{p}" for name in ("long", "long-balanced", "tp2-zigzag", "tp2-bshd") for p in LIMITS]
@@ -34,7 +42,7 @@ REFUSALS = {
     "groups straddle ranks": "a multiple of 512 (2 * cp_size * 128), got 384; pass 512",
     "another order": "--dsv4-cp-layout must be the order in which the trainer hands out rows",
     "another order of queries": "('zigzag', 'zigzag', 2, ",
-    "other lengths": "expected [0, 256, 512], got [0, 512]; build both from one PackLayout",
+    "other lengths": "expected [0, 256, 512] (padded key space), got [0, 512]; build both from one PackLayout",
 }
 
 pytestmark = pytest.mark.dist
@@ -95,13 +103,13 @@ def test_row_balance_keeps_every_bit(two: Results, case: str) -> None:
     assert two[case] == [[True] * 9] * 2
 
 
-@pytest.mark.parametrize("fmt", ["thd", "bshd"])
+@pytest.mark.parametrize("fmt", ["thd", "bshd", "thd-parts", "bshd-parts"])
 def test_row_balance_moves_rows_where_the_layout_says_and_back(two: Results, fmt: str) -> None:
     assert all(result[fmt] for result in two["balance-moves-rows"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ["thd", "bshd"])
+@pytest.mark.parametrize("fmt", ["thd", "bshd", "thd-parts", "bshd-parts"])
 def test_row_balance_over_four_ranks(four: Results, fmt: str) -> None:
     assert all(result[fmt] for result in four["balance-moves-rows"])
 

@@ -28,6 +28,25 @@ def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
     assert result.ok, [check for check in result.checks if not check.ok]
 
 
+def test_the_fused_norm_rounds_once() -> None:
+    from vime_models.host.norm import rms_norm
+
+    torch.manual_seed(0)
+    x, weight, grad = (
+        torch.randn(*shape, device="cuda").bfloat16() for shape in ((300, 512), (512,), (300, 512))
+    )
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        a, w = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        out = rms_norm(a, w, 1e-6)
+        out.backward(grad.to(dtype))
+        results.append((out, a.grad, w.grad))
+    for ours, exact in zip(*results, strict=True):
+        assert relative(ours, exact) < 2.5e-3
+    # Two roundings would move a tenth of the results to the neighbouring number.
+    assert (results[0][0] == results[1][0].bfloat16()).float().mean() > 0.99
+
+
 def test_projections_of_the_compressor_keep_float32_results() -> None:
     from vime_models.dsv4.compressor import _wide_linear
 

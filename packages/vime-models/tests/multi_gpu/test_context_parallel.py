@@ -11,7 +11,15 @@ from worlds import DIST, WORLDS
 
 LIMITS = {"float64": (1e-12, 1e-11), "float32": (2e-6, 1e-4)}
 NAMES = {
-    2: ("contiguous", "zigzag", "bshd", "bshd-zigzag", "contiguous-balanced", "zigzag-balanced"),
+    2: (
+        "contiguous",
+        "zigzag",
+        "bshd",
+        "bshd-zigzag",
+        "contiguous-balanced",
+        "zigzag-balanced",
+        "parts-balanced",
+    ),
     4: ("long", "long-balanced", "tp2-zigzag", "tp2-bshd"),
     8: (),
 }

@@ -6,7 +6,8 @@ Context parallelism gives every rank a part of the stream, in one of three order
 
     contiguous   rank r holds the r-th of cp_size equal slices
     zigzag       every sample is cut into 2·cp_size chunks and rank r holds chunks r and 2·cp_size - 1 - r
-    balanced     the same pair of chunks, of the whole stream: causal work is equal, whatever the samples
+    balanced     the same pair of chunks, of each of `balance_folds` equal parts of the whole stream: causal work is
+                 about equal, whatever the samples
 
 Keys are addressed in the whole stream, never in a rank's part. A key of ratio m stands for m consecutive tokens of
 one sample; samples drop the tokens after their last full group, so the keys of sample i start at Σ_{j<i} ⌊P_j / m⌋,
@@ -25,10 +26,29 @@ import numpy.typing as npt
 
 from vime_replay.layout_parts import Exchange, Ints, LayoutError, Span, require, round_up
 
-__all__ = ["PADDING", "Exchange", "LayoutError", "PackLayout", "Span"]
+__all__ = ["PADDING", "Exchange", "LayoutError", "PackLayout", "Span", "balance_folds"]
 
 Order = Literal["local", "contiguous", "balanced"]
 PADDING = -1
+
+
+# A finer cut evens out unequal samples, but every chunk takes a window of keys along.
+_MOST_FOLDS, _LEAST_CHUNK = 16, 256
+
+
+def balance_folds(extent: int, cp_size: int) -> int:
+    """Into how many equal parts row balance cuts a stream (or a row of a batch) before it pairs chunks in each.
+
+    Args:
+        extent: rows.
+        cp_size: context-parallel ranks.
+    """
+    folds = 1
+    while folds < _MOST_FOLDS and extent % (4 * cp_size * folds) == 0:
+        if extent // (4 * cp_size * folds) < _LEAST_CHUNK:
+            break
+        folds *= 2
+    return folds
 
 
 @dataclass(frozen=True)
@@ -239,7 +259,15 @@ class PackLayout:
         # Zigzag pairs chunks of every sample; the other orders cut the stream, or each row of a batch.
         samples = resolved == "zigzag" or self.fmt == "bshd"
         pieces, start = [], 0
-        for extent in self._extents if samples else (self.total,):
+        extents = self._extents if samples else (self.total,)
+        if resolved == "balanced" and self.cp_size > 1:
+            extents = tuple(
+                extent // folds
+                for extent in extents
+                for folds in [balance_folds(extent, self.cp_size)]
+                for _ in range(folds)
+            )
+        for extent in extents:
             share = extent // self.cp_size
             front = share if resolved == "contiguous" else share - share // 2
             back = share - front

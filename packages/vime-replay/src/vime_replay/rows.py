@@ -22,8 +22,9 @@ Picks = npt.NDArray[np.int32]
 Level = Literal["off", "range", "full"]
 Missing = Literal["error", "recompute", "drop-sample"]
 
-# Bytes that are checked at a time: small enough to stay in a core's cache between the passes over them.
-BLOCK_BYTES = 1 << 19
+# Bytes that are worked on at a time: small enough to stay in cache between the passes, large enough that Python's part
+# of the work does not show.
+BLOCK_BYTES = 1 << 21
 NPY_MAGIC_BASE64 = "k05VTVBZ"
 
 

@@ -47,6 +47,13 @@ class ArraySource:
 
     def __init__(self, rows: npt.NDArray[Any], *, validated: bool = False) -> None:
         _require_rows(rows.shape, rows.dtype, "array")
+        if not np.can_cast(rows.dtype, np.int32) and rows.size:
+            limits = np.iinfo(np.int32)
+            if rows.min() < limits.min or rows.max() > limits.max:
+                raise ReplayPayloadError(
+                    f"array of {rows.dtype}: expected entries that fit int32, got {rows.min()}..{rows.max()}; picks "
+                    "are keys of one sample"
+                )
         self._rows = rows
         self.shape: Shape = rows.shape
         self.validated = validated
@@ -76,8 +83,7 @@ class ReferenceSource:
 
     def __init__(self, reference: Any) -> None:
         dtype = getattr(reference, "torch_dtype", None) or getattr(reference, "dtype", "int32")
-        name = str(dtype).removeprefix("torch.")
-        _require_rows(tuple(reference.shape), np.dtype(name), type(reference).__name__)
+        _require_rows(tuple(reference.shape), _numpy_dtype(dtype), type(reference).__name__)
         self._reference = reference
         self.shape: Shape = tuple(int(n) for n in reference.shape)  # type: ignore[assignment]
         self.validated = bool(getattr(reference, "validated", False))
@@ -125,6 +131,14 @@ def as_slice(streams: Sequence[int]) -> slice | None:
     step = streams[1] - streams[0] if len(streams) > 1 else 1
     even = step > 0 and list(streams) == list(range(streams[0], streams[0] + step * len(streams), step))
     return slice(streams[0], streams[-1] + 1, step) if even else None
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ReplayPayloadError(f"rows behind a reference: expected an integer dtype, got {name}") from error
 
 
 def _require_rows(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> None:

@@ -26,6 +26,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Roundi
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
+    narrow = x.is_cuda and x.dtype is weight.dtype is torch.bfloat16
+    if narrow and rounding == "once" and hasattr(torch.ops.aten, "_fused_rms_norm"):
+        # One kernel in place of eight; it multiplies in float32 and rounds once as well.
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     accumulate = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(accumulate)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

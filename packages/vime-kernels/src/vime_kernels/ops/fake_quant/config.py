@@ -18,17 +18,23 @@ class Format(NamedTuple):
 FP8 = Format(448.0, 1e-4, 3, 2.0**-6)  # E4M3
 FP4 = Format(6.0, 6.0 * 2.0**-126, 1, 1.0)  # E2M1
 
-# Values of one program, and warps that hold them: 16 values a thread, two 16-byte loads of bfloat16.
-TILE = 4096
-NUM_WARPS = 8
+# Values of one program, and of each of its warps where a block or a rotated row is longer. Within a warp the steps of
+# the rotation exchange values without a barrier.
+TILE = 1024
+MAX_BLOCK = 4096
 # A row has to fit in a program when it is rotated.
 MAX_ROTATED = 4096
 
 
+def num_warps(values: int) -> int:
+    """Warps of a program that holds so many values."""
+    return max(1, values // TILE)
+
+
 def unsupported(x: torch.Tensor, block: int, rotate: bool) -> str | None:
     """What the quantisation kernel cannot do about this call, None when it can."""
-    if block & (block - 1) or block > TILE:
-        return f"block={block} (a power of two, at most {TILE})"
+    if block & (block - 1) or block > MAX_BLOCK:
+        return f"block={block} (a power of two, at most {MAX_BLOCK})"
     if x.numel() // block >= 2**31:
         return f"{x.numel() // block} blocks (less than 2**31)"
     return unsupported_rotation(x) if rotate else None

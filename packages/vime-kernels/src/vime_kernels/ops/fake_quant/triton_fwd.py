@@ -91,9 +91,7 @@ def _quant_kernel(  # type: ignore[no-untyped-def]
 ):
     """BLOCKS blocks: codes and scales, or the values after the round trip. Blocks from `channels` on are copied."""
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    channel = (b % blocks_per_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    row = (b // blocks_per_row).to(tl.int64)
-    live = (row < rows)[:, None] & (channel < D)
+    lane = tl.arange(0, BLOCK)[None, :]
     if ROTATE:
         ROWS: tl.constexpr = BLOCKS * BLOCK >> LOG_D
         r, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, 1 << LOG_D)
@@ -101,17 +99,26 @@ def _quant_kernel(  # type: ignore[no-untyped-def]
         rotated = _rotate(given.to(tl.float32), ROWS, 1 << LOG_D, LOG_D) * rotation_scale
         # The rotation rounds to the dtype of x, as it does on its own.
         value = tl.reshape(rotated.to(x.dtype.element_ty).to(tl.float32), [BLOCKS, BLOCK])
+        exists = b < rows * blocks_per_row
+        live = exists[:, None]
+        target = y + b.to(tl.int64)[:, None] * BLOCK + lane
     else:
+        row = (b // blocks_per_row).to(tl.int64)
+        exists = row < rows
+        channel = (b % blocks_per_row)[:, None] * BLOCK + lane
+        live = exists[:, None] & (channel < D)
         value = tl.load(x + row[:, None] * stride + channel, mask=live, other=0.0).to(tl.float32)
+        target = y + row[:, None] * D + channel
     scale = _scale_of(value, largest_inverse, floor, UE8M0)
     code = _codes(value, scale, UE8M0, MANTISSA, NORMAL)
-    target = y + row[:, None] * D + channel
     if CODES:
         tl.store(target, _signed(code, value).to(y.dtype.element_ty), mask=live)
-        tl.store(scales + b[:, None], scale, mask=(row < rows)[:, None])
+        tl.store(scales + b[:, None], scale, mask=exists[:, None])
     else:
-        value = tl.where(channel < channels, _signed(code * scale, value), value)
-        tl.store(target, value.to(y.dtype.element_ty), mask=live)
+        result = _signed(code * scale, value)
+        if not ROTATE:
+            result = tl.where(channel < channels, result, value)
+        tl.store(target, result.to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,9 +143,9 @@ def _quantise(
     rows_x = x.reshape(-1, D)
     if rows_x.is_contiguous() and channels == D and not rotate:
         rows_x, D, channels = rows_x.view(-1, block), block, block  # spares the kernel a division
-    blocks = config.TILE // D * (D // block) if rotate else config.TILE // block
+    values = max(config.TILE, D if rotate else block)
     blocks_per_row = triton.cdiv(D, block)
-    _quant_kernel[(triton.cdiv(len(rows_x) * blocks_per_row, blocks),)](
+    _quant_kernel[(triton.cdiv(len(rows_x) * blocks_per_row, values // block),)](
         rows_x,
         y,
         scales,
@@ -156,9 +163,9 @@ def _quantise(
         MANTISSA=form.mantissa,
         NORMAL=form.normal,
         BLOCK=block,
-        BLOCKS=blocks,
+        BLOCKS=values // block,
         LOG_D=D.bit_length() - 1,
-        num_warps=config.NUM_WARPS,
+        num_warps=config.num_warps(values),
     )
 
 
@@ -200,7 +207,8 @@ def hadamard(x: torch.Tensor, scale: float) -> torch.Tensor:
     n = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        rows_x, rows = x.reshape(-1, n), max(1, config.TILE // n)
+        rows_x, values = x.reshape(-1, n), max(config.TILE, n)
+        rows = values // n
         _hadamard_kernel[(triton.cdiv(len(rows_x), rows),)](
             rows_x,
             y,
@@ -210,7 +218,7 @@ def hadamard(x: torch.Tensor, scale: float) -> torch.Tensor:
             ROWS=rows,
             n=n,
             LOG_N=n.bit_length() - 1,
-            num_warps=config.NUM_WARPS,
+            num_warps=config.num_warps(values),
         )
     return y
 

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-MAX_SLOTS = 1024
-# Values of x in one tile, and those that a thread holds of it.
-FORWARD, BACKWARD = (1024, 16), (1024, 32)
-# Pools that one program makes, where there are many.
-FORWARD_POOLS, BACKWARD_POOLS = 4, 32
+MAX_SLOTS = 512
+# Values of x in a tile, the fewest channels of it, and values that a thread holds. Short pools fit in one warp, whose
+# reductions need no barrier.
+VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 32
+# Pools that one program makes, where they are short. The backward pass leaves a partial sum for ape per program.
+FORWARD_POOLS, BACKWARD_POOLS = 4, 8
 
 
 class Tile(NamedTuple):
@@ -23,19 +24,21 @@ class Tile(NamedTuple):
 
 def tile(ratio: int, overlap: bool, channels: int) -> Tile:
     """The forward tile."""
-    return _tile(ratio, overlap, channels, *FORWARD, FORWARD_POOLS)
+    slots, block = _slots(ratio, overlap), _channels(ratio, overlap, channels)
+    # Twice as many values a thread as in the backward pass, which has more to hold.
+    warps = 1 if slots * block <= VALUES else slots * block // (64 * PER_THREAD)
+    return Tile(slots, block, FORWARD_POOLS if slots <= 32 else 2, max(1, min(16, warps)))
 
 
 def tile_bwd(ratio: int, overlap: bool, channels: int) -> Tile:
-    """The backward tile; it makes more pools, because each program leaves a partial sum for ape behind."""
-    return _tile(ratio, overlap, channels, *BACKWARD, BACKWARD_POOLS)
+    """The backward tile."""
+    slots, block = _slots(ratio, overlap), _channels(ratio, overlap, channels)
+    return Tile(slots, block, BACKWARD_POOLS, max(1, min(16, slots * block // (32 * PER_THREAD))))
 
 
-def _tile(ratio: int, overlap: bool, channels: int, values: int, per_thread: int, pools: int) -> Tile:
-    slots = _slots(ratio, overlap)
-    block = min(max(32, values // slots), max(16, 1 << (channels - 1).bit_length()))
-    warps = min(16, max(1, slots * block // (32 * per_thread)))
-    return Tile(slots, block, max(1, min(pools, 512 // slots)), warps)
+def _channels(ratio: int, overlap: bool, channels: int) -> int:
+    widest = max(MIN_CHANNELS, VALUES // _slots(ratio, overlap))
+    return min(widest, max(16, 1 << (channels - 1).bit_length()))
 
 
 def _slots(ratio: int, overlap: bool) -> int:

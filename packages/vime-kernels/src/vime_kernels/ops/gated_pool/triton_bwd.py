@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vime_kernels.ops.gated_pool import config
-from vime_kernels.ops.gated_pool.triton_fwd import bias_offset, place, read, weigh
+from vime_kernels.ops.gated_pool.triton_fwd import average, bias_offset, place, read
 
 
 @triton.jit(do_not_specialize=["P", "B"])
@@ -27,15 +27,14 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
     dape = tl.zeros([SLOTS, BLOCK_D], tl.float32)
     begin = tl.program_id(0) * POOLS
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
-        token, column, here, in_halo = place(
+        token, column, here, in_halo, alive = place(
             pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
         )
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
         value = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0).to(tl.float32)
         exists = here | in_halo
         g = tl.load(grad + tl.cast(pool, tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
-        weights = weigh(z, ape, column, exists, C, ratio, SLOTS)
-        pooled = tl.sum(weights * value, 0, keep_dims=True)
+        weights, pooled = average(z, value, ape, column, exists, alive, C, ratio, SLOTS)
         dvalue = weights * g
         dz = tl.where(exists, dvalue * (value - pooled), 0.0)
         dape += dz

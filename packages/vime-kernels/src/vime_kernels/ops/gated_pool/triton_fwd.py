@@ -50,20 +50,21 @@ def place(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Where the slots of a pool are, [SLOTS, BLOCK_D]: token, column, in the packed rows or not, in the halo or not.
 
-    With overlap the slots below `ratio` are the first halves of the channels of the group before.
+    And which channels the pool has, [1, BLOCK_D]. With overlap the slots below `ratio` are the first halves of the
+    channels of the group before.
     """
     first, live, opens = locate(pool, cu_seqlens, cu_pools, B, ratio)
     m = tl.arange(0, SLOTS)[:, None]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    exists = live & (column < D)
+    alive = live & (column < D)
     if OVERLAP:
-        exists = exists & (m < 2 * ratio)
+        exists = alive & (m < 2 * ratio)
         own = m >= ratio
         in_halo = exists & (m < ratio) & HALO & (pool == 0)
         here = exists & (own | (opens == 0)) & (in_halo == 0)
-        return first + m - ratio, column + tl.where(own, D, 0), here, in_halo
-    exists = exists & (m < ratio)
-    return first + m, column + tl.zeros_like(m), exists, exists & False
+        return first + m - ratio, column + tl.where(own, D, 0), here, in_halo, alive
+    exists = alive & (m < ratio)
+    return first + m, column + tl.zeros_like(m), exists, exists & False, alive
 
 
 @triton.jit
@@ -83,13 +84,15 @@ def bias_offset(column, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def weigh(z, ape, column, exists, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Softmax weights of the slots of a pool, in float32; 0 where there is no slot."""
+def average(z, value, ape, column, exists, alive, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Softmax weights of the slots of a pool, 0 where there is no slot, and the average of the values; in float32."""
     bias = tl.load(ape + bias_offset(column, C, ratio, SLOTS), mask=exists, other=0.0)
     a = (z.to(tl.float32) + bias) * LOG2E
     e = tl.exp2(a - tl.maximum(tl.max(a, 0, keep_dims=True), -1e30))
-    total = tl.sum(e, 0, keep_dims=True)
-    return e / tl.where(tl.max(exists.to(tl.int32), 0, keep_dims=True) > 0, total, 1.0)
+    # Both sums at once: across warps, what a sum costs is the exchange.
+    total, weighted = tl.split(tl.sum(tl.join(e, e * value), 0))
+    inverse = 1.0 / tl.where(alive, total[None, :], 1.0)
+    return e * inverse, weighted[None, :] * inverse
 
 
 @triton.jit(do_not_specialize=["P", "B"])
@@ -98,20 +101,19 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     ratio: tl.constexpr, OVERLAP: tl.constexpr, HALO: tl.constexpr, ROUND_WEIGHTS: tl.constexpr,
     SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     begin = tl.program_id(0) * POOLS
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
-        token, column, here, in_halo = place(
+        token, column, here, in_halo, alive = place(
             pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
         )
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
-        value = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
-        weights = weigh(z, ape, column, here | in_halo, C, ratio, SLOTS)
+        given = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
+        value = given.to(tl.float32)
+        weights, pooled = average(z, value, ape, column, here | in_halo, alive, C, ratio, SLOTS)
         if ROUND_WEIGHTS:
-            product = (weights.to(value.dtype).to(tl.float32) * value.to(tl.float32)).to(value.dtype)
-        else:
-            product = weights * value.to(tl.float32)
-        pooled = tl.sum(product.to(tl.float32), 0)
+            product = (weights.to(given.dtype).to(tl.float32) * value).to(given.dtype)
+            pooled = tl.sum(product.to(tl.float32), 0, keep_dims=True)
         tl.store(out + tl.cast(pool, tl.int64) * D + d, pooled.to(out.dtype.element_ty), mask=d < D)
 
 

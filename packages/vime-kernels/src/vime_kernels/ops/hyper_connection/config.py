@@ -5,23 +5,21 @@ import torch
 
 STREAMS = (1, 2, 4, 8)
 # Projection and its backward pass: (tokens, channels, warps, stages) for bfloat16 and for float32 streams.
-PROJECT = (128, 64, 8, 4)
+PROJECT = (128, 64, 8, 3)
 PROJECT_EXACT = (64, 32, 8, 2)
-PROJECT_BWD = (64, 128, 4, 3)
+PROJECT_BWD = (64, 64, 4, 3)
 PROJECT_BWD_EXACT = (32, 64, 8, 2)
 # Channels of one partial sum. It must not depend on the number of tokens, or a token's mixes would depend on the batch.
-SPLIT_K = 2048
+SPLIT_K = 4096
 # Tokens whose gradient of fn is one partial sum.
 TOKENS_PER_PARTIAL = 1024
 # Channels per thread in the kernels that move whole streams: two 16-byte loads of bfloat16.
 CHANNELS_PER_THREAD = 16
-# The gradient of `mhc_post` holds all streams and all their gradients at once.
-POST_BWD_CHANNELS_PER_THREAD = 8
 
 
-def num_warps(block_c: int, per_thread: int | None = None) -> int:
+def num_warps(block_c: int) -> int:
     """Warps of a program that holds block_c channels."""
-    return min(16, max(1, block_c // (32 * (per_thread or CHANNELS_PER_THREAD))))
+    return min(16, max(1, block_c // (32 * CHANNELS_PER_THREAD)))
 
 
 def unsupported_sinkhorn(logits_Tnn: torch.Tensor) -> str | None:

@@ -154,7 +154,7 @@ def _split_backward(
     dlogit = mhc_split_bwd(
         dpre.contiguous(), dpost.contiguous(), dcomb.contiguous(), m, scale, base, ctx.eps, ctx.iters
     )
-    gain = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device), output_size=len(base))
+    gain = torch.cat([part.expand(size) for part, size in zip(scale.split(1), (n, n, n * n), strict=True)])
     by_column = (dlogit * m).sum(0).split([n, n, n * n])
     return dlogit * gain, torch.stack([part.sum() for part in by_column]), dlogit.sum(0), None, None, None
 

@@ -183,7 +183,6 @@ def mhc_post_bwd(
         torch.empty_like(comb),
     )
     if dX.numel():
-        block = max(32, triton.next_power_of_2(C))
         _post_bwd_kernel[(T,)](
             grad,
             y,
@@ -199,8 +198,7 @@ def mhc_post_bwd(
             X.stride(0),
             X.stride(1),
             n=n,
-            BLOCK_C=block,
-            num_warps=config.num_warps(block, config.POST_BWD_CHANNELS_PER_THREAD),
+            **_block(C, 8192),
         )
     return dy, dX, dpost, dcomb
 

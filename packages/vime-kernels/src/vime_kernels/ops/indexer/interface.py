@@ -143,6 +143,7 @@ def indexer_topk(
                 f"{chosen.dtype} {list(chosen.shape)}",
             )
         picks[rows] = chosen
+        del logits  # or the scores of two chunks would be held
     return picks
 
 

@@ -12,9 +12,7 @@ MIN_KEPT = 2048
 MAX_K = 4096
 # Warps that thin out one row, and the groups of 128 columns that one of them looks at together.
 GATHER_WARPS = 4
-GATHER_GROUPS = 4
-# So many registers leave room for eight rows in a multiprocessor, a few spilled ones included.
-GATHER_REGISTERS = 64
+GATHER_GROUPS = 2
 # Two programs of eight warps share a multiprocessor.
 SELECT_REGISTERS = 128
 # Candidates between the two steps; rows are launched in groups that stay below it.

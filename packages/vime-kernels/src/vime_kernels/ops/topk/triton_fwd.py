@@ -270,7 +270,6 @@ def _thin_out(
         most,
         GROUPS=config.GATHER_WARPS * config.GATHER_GROUPS,
         num_warps=config.GATHER_WARPS,
-        maxnreg=config.GATHER_REGISTERS,
     )
     return kept, counts
 

@@ -227,6 +227,7 @@ class IndexerReplay:
             if packed is not None:
                 packed.replay_ticket = ReplayTicket(self.step, number)
                 packed.layout = self.layout([len(tokens) for tokens in batch["unconcat_tokens"]])
+                _compare(packed, packed.layout, number)
             return batch
 
         return wrapped
@@ -306,6 +307,15 @@ def fill_indexer_replay(
     """
     report: FillReport = actor.indexer_replay.fill(data_iterator, num_microbatches, rollout_data)
     return report
+
+
+def _compare(packed: Any, layout: PackLayout, number: int) -> None:
+    """Raises unless the model counts keys as the rows do. On a device that costs a round trip: once in a step."""
+    cu_seqlens = packed.cu_seqlens_kv
+    padded = getattr(packed, "cu_seqlens_kv_padded", None)
+    cu_seqlens = cu_seqlens if padded is None else padded
+    if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or number == 0):
+        layout.check(cu_seqlens.cpu().numpy())
 
 
 def _samples(iterator: Any) -> Sequence[int]:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slice benchmark: its arithmetic, its file, and a dry run of a step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the folder by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import importlib
+
+    return importlib.import_module
+
+
+def test_overlapping_spans_count_once(modules: Any) -> None:
+    length = modules("measure").length
+    assert length([]) == 0
+    assert length([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 5.0
+
+
+def test_shares_follow_the_rows(modules: Any) -> None:
+    predict, slices = modules("predict"), modules("slices")
+    shares = {
+        name: predict.attention_shares(slices.CASES[name], slices.FLASH_SLICE)
+        for name in ("64k", "cp2-64k-single", "cp2-64k-single-balanced")
+    }
+    assert shares["64k"] == [1.0]
+    assert sum(shares["cp2-64k-single"]) == pytest.approx(1.0)
+    assert shares["cp2-64k-single"][1] > 0.6, "the second half sees three quarters of the entries"
+    assert max(shares["cp2-64k-single-balanced"]) < 0.505
+
+
+def test_records_replace_those_of_the_same_name(modules: Any, tmp_path: Path) -> None:
+    merge, path = modules("train_slice").merge, tmp_path / "new" / "records.json"
+    merge(path, [{"name": "a", "step_ms": 1}, {"name": "b", "step_ms": 2}])
+    merge(path, [{"name": "a", "step_ms": 3}])
+    assert json.loads(path.read_text()) == [{"name": "b", "step_ms": 2}, {"name": "a", "step_ms": 3}]
+
+
+@pytest.mark.slow
+def test_a_dry_step() -> None:
+    run = subprocess.run(
+        [sys.executable, "train_slice.py", "--dry", "2k"],
+        cwd=BENCHMARKS,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "2k: loss 5." in run.stdout
