@@ -6,12 +6,10 @@ the other, so that nothing else runs on the device.
 """
 
 import argparse
-import contextlib
 import csv
 import importlib
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -21,10 +19,11 @@ from typing import Any, cast
 
 import torch
 from gate import report as gate_report
-from measure import Record, ceilings, check, implemented, measure, words
+from measure import Checked, Record, ceilings, check, implemented, measure, words
 from models import Scale
 from peers import NAMES, Peer
 from problem import Case
+from process import Child, Wanted, say
 from registry import cases
 
 SLOW = (
@@ -33,7 +32,8 @@ SLOW = (
     "tilelang",
     "tilekernels",
 )  # compile for long, and share their cases among processes
-MARK = "@@"  # in front of what a child says to its parent
+LARGE = ("eager", "flashmla", "cudnn")  # have something to compare with at 128k tokens; those cases come last
+WRITING = threading.Lock()
 
 
 def main() -> int:
@@ -44,26 +44,53 @@ def main() -> int:
         return 0
     if options.child:
         return child(options)
-    options.begin = time.monotonic()
+    begin = time.monotonic()
     children = [
-        Child(word, share, shares, options)
+        Child(word, f"{share}/{shares}", options)
         for word in options.peer
-        for shares in [options.shares if word.partition("=")[0] in SLOW else 1]
+        for shares in [options.shares if Wanted.parse(word).name in SLOW else 1]
         for share in range(shares)
     ]
+    children += [Child(word, "large/1", options) for word in options.peer if Wanted.parse(word).name in LARGE]
+    late = begin + options.prepare + 60
     for each in children:
-        each.until("ready", options.begin + options.prepare + 60)
-    print(f"prepared in {time.monotonic() - options.begin:.0f} s", flush=True)
+        each.until("ready", late)
+    print(f"prepared in {time.monotonic() - begin:.0f} s", flush=True)
     records: list[Record] = []
-    for each in children:
-        each.go()
-        for record in each.records(options.begin + options.seconds):
-            records.append(record | context(options))
-            print(line(record), flush=True)
-        if options.out:
-            write(sort(records), Path(options.out))
-    print(f"{len(records)} records in {time.monotonic() - options.begin:.0f} s")
+    # One process times at a time on each device.
+    devices = sorted({each.wanted.device for each in children})
+    queues = [
+        threading.Thread(
+            target=collect,
+            args=([c for c in children if c.wanted.device == device], device, len(devices), records, options),
+        )
+        for device in devices
+    ]
+    for each in queues:
+        each.start()
+    for each in queues:
+        each.join()
+    print(f"{len(records)} records in {time.monotonic() - begin:.0f} s")
     return int(any(record["failure"] for record in records))
+
+
+def collect(
+    children: list[Child], device: str, devices: int, records: list[Record], options: argparse.Namespace
+) -> None:
+    """The records of the processes on one device, one after the other, written as they come."""
+    while options.hold and not (Path(options.hold) / device).exists():
+        time.sleep(0.2)
+    deadline = time.monotonic() + options.seconds
+    where = context(options)
+    if devices > 1:
+        where["device"] += f", number {device} of {devices} in one host"
+    for each in children:
+        for record in each.records(deadline):
+            with WRITING:
+                records.append(record | where)
+                print(line(record), flush=True)
+                if options.out:
+                    write(sort(records), Path(options.out))
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +98,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, in Triton's interpreter")
-    add("--peer", action="append", default=[], metavar="NAME[=PATH[:PATH]]", help=f"of {', '.join(NAMES)}")
+    add("--peer", action="append", default=[], metavar="NAME[@DEVICE][=PATH:PATH]", help=", ".join(NAMES))
     add("--only", default="", help="cases whose 'op shape' holds this text")
     add("--rows", type=int, default=4096)
     add("--context", type=int, default=16384)
@@ -81,7 +108,12 @@ def arguments() -> argparse.Namespace:
     add(
         "--prepare", type=float, default=600.0, help="compile and compare no further case after these seconds"
     )
-    add("--seconds", type=float, default=3600.0, help="for everything")
+    add("--seconds", type=float, default=3600.0, help="for the timing")
+    add(
+        "--hold",
+        metavar="FOLDER",
+        help="time on device N only when FOLDER/N exists: someone else has it until then",
+    )
     add("--commit", default="", help="default: git describe")
     add("--out", help="JSON file; the CSV file lies beside it")
     add("--gate", metavar="JSON", help="only print which acceptance targets these records meet")
@@ -89,109 +121,53 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.peer = options.peer or ["eager"]
     for word in options.peer:
-        if word.partition("=")[0] not in NAMES:
+        if Wanted.parse(word).name not in NAMES:
             raise SystemExit(f"run.py: --peer {word}: expected one of {', '.join(NAMES)}")
     if options.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise SystemExit("run.py: --device cpu needs TRITON_INTERPRET=1 in the environment")
     return options
 
 
-class Child:
-    """A process that measures one peer on its share of the cases."""
-
-    def __init__(self, peer: str, share: int, shares: int, options: argparse.Namespace) -> None:
-        self.label = f"{peer.partition('=')[0]} {share + 1}/{shares}"
-        paths = peer.partition("=")[2]
-        folders = [path for path in paths.split(":") if path and not path.endswith(".so")]
-        environment = os.environ | {
-            "PYTHONPATH": ":".join([*folders, os.environ.get("PYTHONPATH", "")]).strip(":")
-        }
-        command = [sys.executable, *sys.argv, "--child", f"{share}/{shares}/{peer}"]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.said: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.ended = False
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for text in self.process.stdout:
-            if text.startswith(MARK):
-                self.said.put(json.loads(text[len(MARK) :]))
-            elif text.startswith(("absent", "left out", "miles:")):
-                print(f"{self.label}: {text.rstrip()}", flush=True)
-        self.said.put(None)
-
-    def until(self, word: str, deadline: float) -> Record | None:
-        """The next message with this word; None when the process ended or the time is up."""
-        while not self.ended:
-            try:
-                message = self.said.get(timeout=max(0.1, deadline - time.monotonic()))
-            except queue.Empty:
-                print(f"{self.label}: out of time, stopped", flush=True)
-                self.process.kill()
-                message = None
-            if message is None:
-                self.ended = True
-            elif word in message:
-                return message
-        return None
-
-    def go(self) -> None:
-        """Lets it time."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write("go\n")
-            self.process.stdin.close()
-
-    def records(self, deadline: float) -> list[Record]:
-        """What it measured."""
-        found = []
-        while (message := self.until("record", deadline)) is not None:
-            found.append(message["record"])
-        return found
-
-
 def child(options: argparse.Namespace) -> int:
     """Checks, waits for its turn, times."""
     begin = time.monotonic()
     share, shares, word = options.child.split("/", 2)
-    name, _, paths = word.partition("=")
+    wanted = Wanted.parse(word)
+    alone = wanted.name == "eager"
     scale = scale_of(options)
-    peer = cast(Peer, importlib.import_module(f"peers.{name}"))
+    peer = cast(Peer, importlib.import_module(f"peers.{wanted.name}"))
     try:
-        peer.load([path for path in paths.split(":") if path])
+        peer.load(wanted.paths)
     except Exception as failure:  # libraries that do not fit raise all kinds of errors
-        print(f"absent: {name} is not installed: {words(failure)}", flush=True)
+        print(f"absent: {wanted.name} is not installed: {words(failure)}", flush=True)
         return 0
     chosen = [case for case in cases() if options.only in case.name and implemented(case)]
     chosen = [case for case in chosen if peer.OPS is None or case.op in peer.OPS]
+    large = share == "large"
+    mine = [case for case in chosen if case.large == large][0 if large else int(share) :: int(shares)]
     checked = []
-    for case in chosen[int(share) :: int(shares)]:
+    for case in mine:
         if time.monotonic() - begin > options.prepare:
             print(f"left out, no time: {case.name}", flush=True)
             continue
-        checked.append(attempt(case, peer, scale))
+        checked.append(attempt(case, peer, scale, alone))
         free(scale)
     say({"ready": True})
     sys.stdin.readline()
-    if name == "eager" and share == "0":
+    if alone and share == "0":
         for record in ceilings(scale, options.repeats):
             say({"record": record})
     for each in checked:
-        for record in measure(each, peer, scale, options.repeats, alone=name == "eager"):
+        for record in measure(each, peer, scale, options.repeats, alone):
             say({"record": record})
         free(scale)
     return 0
 
 
-def attempt(case: Case, peer: Peer, scale: Scale) -> Any:
+def attempt(case: Case, peer: Peer, scale: Scale, alone: bool) -> Checked:
     """The check; a problem that cannot be made is a failure of every direction."""
-    from measure import Checked
-
     try:
-        return check(case, peer, scale)
+        return check(case, peer, scale, alone)
     except Exception as failure:
         return Checked(case, failures=dict.fromkeys(case.directions, words(failure)))
 
@@ -200,11 +176,6 @@ def free(scale: Scale) -> None:
     """Gives the memory back: other processes share the device."""
     if scale.device == "cuda":
         torch.cuda.empty_cache()
-
-
-def say(message: dict[str, Any]) -> None:
-    """One message to the parent."""
-    print(f"{MARK}{json.dumps(message)}", flush=True)
 
 
 def scale_of(options: argparse.Namespace) -> Scale:

@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,11 +80,18 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 
     describe = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    start = (
+        ["python"]
+        if dist.get_world_size() == 1
+        else ["torchrun", f"--nproc-per-node={dist.get_world_size()}"]
+    )
+    words = [*options.cases, f"--steps={options.steps}", f"--warmup={options.warmup}"]
+    words += [f"--peer={options.peer}"] if options.peer else []
     return {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
         "commit": options.commit or found or "unknown",
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([*start, "train_slice.py", *words]),
     }
 
 

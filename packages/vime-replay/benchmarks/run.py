@@ -40,10 +40,10 @@ def record(
     """One record; `ratio` is ours over baseline."""
     return {
         "name": name,
-        "ours": round(ours, 4),
+        "ours": round(ours, 5),
         "baseline": round(baseline, 4),
         "baseline_name": baseline_name,
-        "ratio": round(ours / baseline, 3),
+        "ratio": round(ours / baseline, 5),
         "unit": unit,
         "peak_mib": round(peak, 1),
         **more,

@@ -56,7 +56,8 @@ def context() -> dict[str, Any]:
         "machine": f"{_cpu()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "commit": commit.stdout.strip() or "unknown",
-        "command": " ".join(["python", "benchmarks/run.py", *sys.argv[1:]]),
+        # Names of files without the folders of this machine.
+        "command": " ".join(["python benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]),
     }
 
 

@@ -72,7 +72,12 @@ def test_inspect_guesses_the_ratio_and_finds_what_is_odd(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "keys of 4 tokens, a guess" in out
     assert "4 rows (zero or empty although keys are visible), first [40, 41, 42, 50]" in out
-    # Read as tokens of a late request, the entries say that the rows are shifted.
+    rows = ROWS[40:].copy()
+    rows[13, 0, 0] = 50
+    (tmp_path / "late").write_text(wire.encode(rows))
+    assert main(["inspect", str(tmp_path / "late"), "--ratio", "4", "--start", "40"]) == 0
+    assert "entries their query cannot see), first [53]" in capsys.readouterr().out
+    # Read as groups of 8 tokens, the entries are ahead of their queries.
     assert main(["inspect", str(tmp_path / "blob"), "--ratio", "8"]) == 0
     assert "entries their query cannot see" in capsys.readouterr().out
 
@@ -138,6 +143,10 @@ def test_report_is_one_page_with_a_heat_map(tmp_path, capsys):
     assert "3 steps, 0 to 2" in text
     layer_3 = re.search(r"<tr><td>3</td>(.*?)</tr>", text, re.DOTALL)[1]
     assert re.findall(r">([01]\.\d{3})<", layer_3) == ["1.000"] * 5 + ["0.900"] * 5
+    light = {
+        value: int(share) for share, value in re.findall(r"(\d+)%\);color:[^>]*>([01]\.\d{3})<", layer_3)
+    }
+    assert light["0.900"] < light["1.000"] == 97
     assert "<polyline" in text
     assert re.search(r"<td>0</td><td>0\.97", text)
 

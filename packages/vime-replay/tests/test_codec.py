@@ -208,6 +208,17 @@ def test_frames_that_lie_are_refused(case):
         read(source, slice(BLOCK_ROWS, 2 * BLOCK_ROWS))
 
 
+def test_rows_that_choose_cannot_be_left_out():
+    blob, spec = bomb(lambda rows: b"")
+    at = 12 + struct.unpack("<I", blob[8:12])[0]
+    index = np.frombuffer(blob[at : at + 24], "<u8").copy()
+    # The second frame is empty: 128 rows that pick every key, while each sees more keys than it picks.
+    index[2] = index[1]
+    empty = blob[:at] + index.tobytes() + blob[at + 24 : at + 24 + int(index[1])]
+    with pytest.raises(ReplayPayloadError, match="more rows are left out than select all"):
+        read(EncodedSource(empty, spec), slice(BLOCK_ROWS, 2 * BLOCK_ROWS))
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_truncated_blobs_are_refused(encoding):
     spec = packing.spec_of(streams=2, topk=9)

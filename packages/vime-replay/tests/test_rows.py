@@ -211,6 +211,14 @@ def test_rows_without_a_capture_are_refused(spec, value):
     assert (filled[others] == rows[others]).all()
 
 
+@pytest.mark.parametrize("value", [ZERO, NONE], ids=["zeros", "none"])
+def test_holes_among_rows_that_use_every_slot(value):
+    rows = rows_of(tokens=40)[20:]
+    rows[7] = value
+    with pytest.raises(ReplayDecodeError, match=r"1/19 rows have no capture, first \[27\]"):
+        check_rows(rows, SPEC, num_tokens=40, start=20)
+
+
 def test_empty_rows_before_the_first_group_are_no_holes():
     rows = rows_of(COMPRESSED)
     assert (rows[:3] == -1).all()

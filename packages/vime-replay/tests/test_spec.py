@@ -31,6 +31,8 @@ GLM52 = {"model_type": "glm_moe_dsa", "num_hidden_layers": 78, "index_topk": 204
     [
         (V4_FLASH, 21, [2, 4, 6], 42, 4),
         (V4_PRO, 30, [2, 4, 6], 60, 4),
+        # A draft layer with an indexer has no stream either.
+        (V4_FLASH | {"compress_ratios": [*V4_FLASH["compress_ratios"][:-1], 4]}, 21, [2, 4, 6], 42, 4),
         (V32, 61, [0, 1, 2], 60, 1),
         (GLM52, 21, [0, 1, 5], 77, 1),
         # The other offset that is in use has as many layers; only the lists tell them apart.
@@ -49,7 +51,7 @@ GLM52 = {"model_type": "glm_moe_dsa", "num_hidden_layers": 78, "index_topk": 204
             4,
         ),
     ],
-    ids=["v4-flash", "v4-pro", "v3.2", "glm-5.2", "glm-offset-3", "pattern", "v4.1"],
+    ids=["v4-flash", "v4-pro", "draft", "v3.2", "glm-5.2", "glm-offset-3", "pattern", "v4.1"],
 )
 def test_layers_that_own_a_stream(config, count, first, last, ratio):
     spec = indexer_spec(config, num_streams=count)

@@ -147,6 +147,19 @@ def test_rows_of_another_width(width, k, message):
     assert not manager.running, "a layer that failed is still running"
 
 
+def test_a_layer_that_fails_half_way_records_nothing():
+    def failing(scores, k, row_offset=0):
+        if row_offset == 4:
+            raise KeyError
+        return native(scores, k)
+
+    manager, layer = managed(chunk=4, fn=failing)
+    with manager.stage("record"), pytest.raises(KeyError):
+        layer(SCORES)
+    assert manager.microbatches == []
+    assert manager.running == []
+
+
 def test_columns_that_hold_nothing_are_dropped():
     manager, layer = managed(k=2, topk=4)
     rows = torch.nn.functional.pad(native(SCORES, 2), (0, 2), value=-1)

@@ -42,14 +42,14 @@ def decode(server: Server, seed: int) -> int:
     """Tokens of four short prompts that are continued at the same time."""
     prompts = [token_ids(8, 4 * seed + i) for i in range(4)]
     calls = [
-        threading.Thread(target=server.generate, args=(prompt,), kwargs={"max_tokens": 32})
+        threading.Thread(target=server.generate, args=(prompt,), kwargs={"max_tokens": 16})
         for prompt in prompts
     ]
     for call in calls:
         call.start()
     for call in calls:
         call.join()
-    return 4 * 32
+    return 4 * 16
 
 
 def measure(servers: dict[str, Server], rounds: int) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument(
         "--python", required=True, help="interpreter of the patched vLLM, with tests/vllm_plugins"
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file of the records")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,7 @@ class Peer(Protocol):
     """What a module in this folder offers."""
 
     OPS: tuple[str, ...] | None  # operations of which it has something; None: all
+    STATIC: bool  # it compiles for a number of rows
 
     def load(self, paths: list[str]) -> None:
         """Import the peer."""

@@ -14,6 +14,7 @@ OPS = (
     "sparse_attention", "sparse_attention_v4", "indexer_logits", "indexer_scores", "indexer_kl_target", "topk",
     "indexer_topk",
 )  # fmt: skip
+STATIC = True
 
 _dsa: Any = None
 

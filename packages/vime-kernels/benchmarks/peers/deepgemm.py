@@ -11,6 +11,7 @@ from problem import Case, Problem
 from peers import Rival, compare
 
 OPS = ("indexer_logits",)
+STATIC = False
 
 _library: Any = None
 

@@ -9,6 +9,7 @@ from problem import Case, Problem
 from peers import Rival, compare, equal, same_values
 
 OPS = None  # every operation
+STATIC = False
 
 
 def load(paths: list[str]) -> None:

@@ -10,6 +10,7 @@ from problem import Case, Problem
 from peers import Rival, compare, find, lengths, padded
 
 OPS = ("sparse_attention", "sparse_attention_v4")
+STATIC = False
 
 
 def load(paths: list[str]) -> None:

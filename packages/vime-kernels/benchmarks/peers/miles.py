@@ -19,6 +19,7 @@ from peers.deepgemm import visible_only
 OPS = (
     "indexer_logits", "topk", "kpool_select", "gated_pool", "mhc_pre", "mhc_post", "fake_quant_fp8", "fake_quant_fp4",
 )  # fmt: skip
+STATIC = False
 
 # Its choice for capability 9.0, by index heads.
 INDEXER = {32: {"num_warps": 8, "num_stages": 2}, 64: {"num_warps": 4, "num_stages": 3}}

@@ -9,6 +9,7 @@ from problem import Case, Problem
 from peers import Rival, find, same_values
 
 OPS = ("topk",)
+STATIC = False
 
 
 def load(paths: list[str]) -> None:

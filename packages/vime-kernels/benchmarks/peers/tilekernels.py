@@ -13,6 +13,7 @@ from peers import Rival, compare
 OPS = (
     "mhc_mixes", "mhc_pre", "mhc_post", "mhc_head", "sinkhorn", "act_quant", "fake_quant_fp8", "fake_quant_fp4",
 )  # fmt: skip
+STATIC = False
 
 _ops: Any = None
 _quant: Any = None

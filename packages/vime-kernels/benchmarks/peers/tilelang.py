@@ -28,6 +28,7 @@ OPS = (
     "indexer_kl_target",
     "indexer_kl_loss",
 )
+STATIC = True
 
 V4 = "miles_plugins.models.deepseek_v4.ops.kernel"
 GLM = "miles_plugins.models.glm5.ops"

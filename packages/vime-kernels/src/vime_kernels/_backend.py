@@ -11,6 +11,8 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -144,6 +146,12 @@ def explain(op: str | None = None) -> str:
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether Triton's Gluon is a version that the kernels written in it were run with: it changes with every minor."""
+    return _HAS_TRITON and version("triton").startswith("3.6.")
 
 
 def _machine_reason(device: torch.device | None) -> str | None:

@@ -124,6 +124,26 @@ def test_scores_and_gradients(device, monkeypatch, H, D, K, weighted, determinis
         assert relative(mine, reference) < tolerance
 
 
+@pytest.mark.parametrize(
+    "deterministic, ordered", [(None, 1), (False, 0)], ids=["follows-torch", "overrides"]
+)
+def test_the_gradient_of_keys_follows_torchs_own_setting(device, monkeypatch, deterministic, ordered):
+    from vime_kernels.ops.indexer import triton_scores
+
+    sums = []
+    add = triton_scores.add_segments
+    monkeypatch.setattr(triton_scores, "add_segments", lambda *parts: sums.append(add(*parts)))
+    q, k, w, _, _ = problem(device, 4, 16)
+    indices = torch.zeros(len(q), 3, dtype=torch.int32, device=device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        k.requires_grad_()
+        dsa.indexer_scores(q, k, w, indices, deterministic=deterministic, backend="triton").sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(sums) == ordered
+
+
 def test_fused_selection_does_not_depend_on_the_chunk(device):
     q, k, w, starts, ends = problem(device, 4, 16)
     whole = dsa.indexer_topk(q, k, w, starts, ends, 6, backend="triton")

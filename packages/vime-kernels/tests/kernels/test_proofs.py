@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operation promises beside its values, for all of them from one table, on a device.
+"""What every operation promises beside its values, for all of them from one table (which makes the file long).
 
-Traced by torch.compile without a break, captured in a CUDA graph, repeatable bit by bit, blind to memory that is not
-its own, and right beyond 2**31 elements. `tests/sanitize.py` runs the repeatability tests under compute-sanitizer.
+Traced by torch.compile without a break, and on a device captured in a CUDA graph, repeatable bit by bit, blind to
+memory that is not its own. `tests/sanitize.py` runs the last of these under compute-sanitizer.
 """
 
-import fcntl
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
-from vime_kernels import dsa, mhc, quant
+from vime_kernels import _backend, dsa, mhc, moe, quant
 from vime_kernels.testing import assert_bitwise, rel_rms
 
 # Triton 3.6 reads loop bounds from one-element arrays in its interpreter, which NumPy deprecates.
@@ -75,10 +72,10 @@ def int32(values: object) -> torch.Tensor:
     return torch.as_tensor(values, device=DEVICE).to(torch.int32).contiguous()
 
 
-def ranges() -> Tensors:
+def ranges(rows: int = S) -> Tensors:
     """Ranges that leave out the first and the last EDGE rows of the keys."""
-    starts = torch.randint(EDGE, N // 2, (S,), device=DEVICE)
-    return int32(starts), int32(starts + torch.randint(0, N // 2 - EDGE, (S,), device=DEVICE))
+    starts = torch.randint(EDGE, N // 2, (rows,), device=DEVICE)
+    return int32(starts), int32(starts + torch.randint(0, N // 2 - EDGE, (rows,), device=DEVICE))
 
 
 def picks() -> torch.Tensor:
@@ -125,6 +122,11 @@ CASES: dict[str, Case] = {
     "indexer_logits": Case(
         lambda *t: dsa.indexer_logits(*t),
         lambda: (randn(S, H, D), randn(N, D), f32(S, H), *ranges()),
+        unread=edges_of(1),
+    ),
+    "indexer_logits-many-rows": Case(  # enough of them for the kernel written for Hopper
+        lambda *t: dsa.indexer_logits(*t),
+        lambda: (randn(30 * S, 2 * H, 2 * D), randn(N, 2 * D), f32(30 * S, 2 * H), *ranges(30 * S)),
         unread=edges_of(1),
     ),
     "indexer_logits-fp8": Case(
@@ -265,7 +267,24 @@ CASES: dict[str, Case] = {
         lambda: (randn(S, 4, D), f32(4, 4 * D) / 16, f32(1), f32(4)),
         leaves=4,
     ),
+    "rotate": Case(
+        lambda x, a: dsa.rotate(x, a.cos(), a.sin(), inverse=True),
+        lambda: (randn(S, 4, 24), f32(S, 8)),
+        leaves=1,
+    ),
+    "rotate-norm": Case(
+        lambda x, a: dsa.rotate(x, a.cos(), a.sin(), norm_eps=1e-6),
+        lambda: (randn(S, 4, 24), f32(S, 8)),
+        leaves=1,
+    ),
+    "swiglu": Case(
+        lambda x, w: moe.swiglu(x, w, limit=1.0), lambda: (randn(S, 40), f32(S)), leaves=2
+    ),
 }  # fmt: skip
+
+
+def test_the_table_has_every_operation():
+    assert {name.split("-")[0] for name in CASES} >= set(_backend.IMPLEMENTED)
 
 
 @pytest.fixture(params=CASES)
@@ -348,115 +367,3 @@ def test_replays_in_a_cuda_graph_with_new_values(case):
         result.fill_(7)
     graph.replay()
     same(case, results, case.run(values[1]))
-
-
-@pytest.fixture
-def much_memory():
-    """Only one of several test processes at a time, and none where the device is too small."""
-    with open(Path(tempfile.gettempdir()) / "vime-kernels-much-memory", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0] / 2**30
-        if free < 32:
-            pytest.skip(f"needs 32 GiB of device memory, {free:.0f} are free")
-        yield
-        torch.cuda.empty_cache()
-
-
-def far_apart(*shape: int, dtype: torch.dtype = SHORT) -> torch.Tensor:
-    """Few rows, 2**30 elements from one to the next."""
-    room = torch.empty(2**30 * (shape[0] - 1) + 2**20, dtype=dtype, device=DEVICE)
-    tensor = room.as_strided(shape, (2**30, *torch.empty(shape, device="meta").stride()[1:]))
-    return tensor.copy_(torch.randn(shape, device="cuda"))
-
-
-# Number of the tensors whose rows lie far apart, with 4 rows each.
-FAR: dict[str, tuple[Callable[..., torch.Tensor | Tensors], Callable[[], Tensors]]] = {
-    "indexer_logits": (
-        lambda q, k, w, lo, hi: dsa.indexer_logits(q, k, w, lo, hi),
-        lambda: (far_apart(4, H, D), randn(N, D), f32(4, H), *(r[:4] for r in ranges())),
-    ),
-    "indexer_logits-keys": (
-        lambda k, q, w, lo, hi: dsa.indexer_logits(q, k, w, lo, hi),
-        lambda: (far_apart(4, D), randn(S, H, D), f32(S, H), *(r % 5 for r in ranges())),
-    ),
-    "topk": (
-        lambda x, lo, hi: dsa.topk(x, 24, lo, hi),
-        lambda: (far_apart(4, N, dtype=torch.float32), *(r[:4] for r in ranges())),
-    ),
-    "indexer_scores": (
-        lambda q, k, i: dsa.indexer_scores(q, k, None, i),
-        lambda: (far_apart(4, H, D), randn(N, D), picks()[:4]),
-    ),
-    "indexer_scores-keys": (
-        lambda k, q, i: dsa.indexer_scores(q, k, None, i),
-        lambda: (far_apart(4, D), randn(S, H, D), picks() % 4),
-    ),
-    "indexer_kl_target": (
-        lambda k, q, i: dsa.indexer_kl_target(q, k, i, 0.1),
-        lambda: (far_apart(4, D), randn(S, H, D), picks() % 4),
-    ),
-    "gated_pool": (
-        lambda x, s: dsa.gated_pool(x, s, torch.zeros(2, D, device="cuda"), x.new_tensor([0, 4]).int(), 2),
-        lambda: (far_apart(4, D), randn(4, D)),
-    ),
-    "sparse_attention-512": (
-        lambda kv, q, i: dsa.sparse_attention(q, kv, i, 0.1),
-        lambda: (far_apart(4, 512), randn(S, 64, 512), picks() % 4),
-    ),
-    "sparse_attention-plain": (
-        lambda q, kv, i: dsa.sparse_attention(q, kv, i, 0.1),
-        lambda: (far_apart(4, 5, D), randn(N, D), picks()[:4]),
-    ),
-    "fake_quant_fp8": (lambda x: quant.fake_quant_fp8(x, 32), lambda: (far_apart(4, D),)),
-    "hadamard": (lambda x: quant.hadamard(x), lambda: (far_apart(4, D),)),
-    "mhc_pre": (lambda X, w: mhc.mhc_pre(X, w), lambda: (far_apart(4, 4, 200), f32(4, 4))),
-    "mhc_post": (
-        lambda X, y, p, c: mhc.mhc_post(y, X, p, c),
-        lambda: (far_apart(4, 4, 200), randn(4, 200), f32(4, 4), f32(4, 4, 4)),
-    ),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FAR)
-def test_rows_beyond_two_to_the_31(much_memory, name):
-    torch.manual_seed(0)
-    call, make = FAR[name]
-    far, *rest = make()
-    got, expected = call(far, *rest), call(far.contiguous(), *rest)
-    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, expected)), strict=True):
-        assert_bitwise(a, b)
-
-
-@pytest.mark.gpu
-def test_results_beyond_two_to_the_31(much_memory):
-    rows = 2**31 // 512 + 64
-    x = torch.randn(rows // 64, 512, device="cuda").bfloat16().repeat(64, 1)
-    assert x.numel() > 2**31
-    y = quant.fake_quant_fp8(x, 64)
-    assert_bitwise(y[-64:], quant.fake_quant_fp8(x[-64:].clone(), 64))
-    del y
-    weights = torch.ones(len(x) // 4, 4, device="cuda")
-    streams = x[: len(weights) * 4].view(-1, 4, 512).requires_grad_()
-    (gradient,) = torch.autograd.grad(mhc.mhc_pre(streams, weights), streams, x[: len(weights)])
-    assert_bitwise(gradient[-1, 3], x[len(weights) - 1])
-
-
-@pytest.mark.gpu
-def test_a_selection_among_a_million_keys_stays_below_one_gibibyte(much_memory):
-    rows, keys = 700, 2**20
-    q, k, weights = randn(rows, H, D), randn(keys, D), f32(rows, H)
-    starts, ends = int32([0] * rows), int32([keys] * rows)
-    whole = dsa.indexer_topk(q, k, weights, starts, ends, 512)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    again = dsa.indexer_topk(q, k, weights, starts, ends, 512)
-    torch.cuda.synchronize()
-    assert (
-        torch.cuda.max_memory_allocated() - before < 2**30 + 2**25
-    )  # the scores, and the candidates of a chunk
-    assert_bitwise(again, whole)
-    by_few = dsa.indexer_topk(q, k, weights, starts, ends, 512, max_logits_bytes=2**26)
-    assert_bitwise(by_few, whole)

@@ -27,10 +27,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 NCCL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "pipeline_model_parallel_layout": "Et|tt|t|tL"}),
     "ep4": (4, {"ep": 4}),
-    "cp4": (4, {"cp": 4}),
     "tp2-ep2-etp2": (4, {"tp": 2, "ep": 2, "etp": 2}),
-    "pp4-vpp2": (8, {"pp": 4, "vpp": 2, "pipeline_model_parallel_layout": "E|t|t|t|t|t||L"}),
-    "ep8": (8, {"ep": 8}),
+    "pp4-vpp2": (4, {"pp": 4, "vpp": 2, "pipeline_model_parallel_layout": "E|t|t|t|t|t||L"}),
+    "tp2-ep8": (8, {"tp": 2, "ep": 8}),
     "tp2-pp2-cp2-ep2": (8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "num_layers_in_first_pipeline_stage": 3}),
 }
 

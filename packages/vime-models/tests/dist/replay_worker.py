@@ -56,7 +56,8 @@ TICKET = ReplayTicket(step=3, microbatch=0)
 class Recording:
     """Rows [N - 1, L, K] of each sample as on the wire, and what the model that picked them computed.
 
-    `compared` are the tokens whose picks are known.
+    `compared` are the tokens whose picks are known; `gap` and `clamp` how close a router came to a tie and a value to
+    the bound of its clamp, where rounding decides a gradient.
     """
 
     rows: list[np.ndarray]
@@ -64,6 +65,7 @@ class Recording:
     logits: torch.Tensor
     grads: dict[str, torch.Tensor]
     gap: float
+    clamp: float
 
 
 def indexers(model: Any) -> list[Any]:
@@ -91,6 +93,9 @@ def recorded(precision: str, name: str, by_score: bool = False) -> Recording:
     ids, labels = tokens(layout)
     logits = []
     compared = []
+    with running_in(PRECISIONS[precision]), torch.no_grad():
+        # Rotation tables are made on first use, and their ramp touches its bounds.
+        logits_of(model, PackLayout((8,)), torch.arange(8), ids)
     with running_in(PRECISIONS[precision]), manager.stage("record"), Margins() as margins:
         for rows in real_rows(layout):
             compared.append(torch.arange(len(rows)) < len(rows) - 1 + by_score)
@@ -98,7 +103,9 @@ def recorded(precision: str, name: str, by_score: bool = False) -> Recording:
             loss_of(logits[-1], labels, rows).backward()
     grads = dict(export_tensors([model], TABLE, value=lambda p: p.grad))
     mask = torch.cat(compared).to(DEVICE)
-    return Recording(on_the_wire(manager), mask, torch.cat(logits).detach()[mask], grads, margins.topk)
+    return Recording(
+        on_the_wire(manager), mask, torch.cat(logits).detach()[mask], grads, margins.topk, margins.clamp
+    )
 
 
 def on_the_wire(manager: ReplayManager) -> list[np.ndarray]:
@@ -182,6 +189,7 @@ def replayed(
         "grads": errors[worst],
         "worst": worst,
         "gap": expected.gap,
+        "clamp": expected.clamp,
         "same picks": same_picks(layout, model, picks, expected.rows),
         "selections": len(picks),
     }

@@ -42,6 +42,9 @@ def test_outputs_gradients_and_picks_are_those_of_single_sequences(ranks: Any, c
     logits, grads = LIMITS[case.rsplit("-", 1)[1]]
     for result in ranks[case]:
         assert result["gap"] > 1e-5, "a router is so close to a tie that rounding could decide it"
+        assert result["clamp"] > 1e-6 or case.endswith("float64"), (
+            "a value is so close to the bound of its clamp"
+        )
         assert result["logits"] <= logits, result
         assert result["grads"] <= grads, result
         assert result["same picks"] == [True] * (4 if case.startswith("recompute") else 2)
@@ -68,9 +71,10 @@ PIPELINES = [f"pp2-{keys}{again}" for keys in ("cursors", "tickets") for again i
 
 
 @pytest.fixture(scope="module")
-def stages(one_process: Path) -> dict[str, Any]:
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = [*PIPELINES, "planted-streams", "planted-tickets"]
-    return launch(Path(__file__).with_name("replay_pipeline_worker.py"), 2, cases, one_process)
+    worker = Path(__file__).with_name("replay_pipeline_worker.py")
+    return launch(worker, 2, cases, tmp_path_factory.mktemp("stages"))
 
 
 @pytest.mark.parametrize("case", PIPELINES)
@@ -78,7 +82,7 @@ def test_a_pipeline_replays_under_megatrons_schedule(stages: Any, case: str) -> 
     for result in stages[case]:
         assert result["logits"] <= 1e-12, result
         assert result["grads"] <= 1e-11, result
-    assert [result["queues"] for result in stages[case]] == [[[2, 0]], [[4, 1]]]
+    assert [result["queues"] for result in stages[case]] == [[[2, 0, 0]], [[4, 1, 0]]]
 
 
 @pytest.mark.parametrize("mistake", ["streams", "tickets"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from vime_models.dsv4 import validation
 from vime_models.dsv4.config import DSv4OptionError, transformer_config
 from vime_models.dsv4.tiny import TINY_CASES
 
@@ -43,3 +44,15 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 )
 def test_accepted(options: dict[str, Any]) -> None:
     assert transformer_config(FLASH, dtype=torch.float32, **options).num_layers == 5
+
+
+def test_two_interleaved_stages_need_separate_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "on_gloo", lambda: False)
+    options = {
+        "pp": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": "Et|tt|t|tL",
+    }
+    with pytest.raises(DSv4OptionError, match="--no-overlap-p2p-communication is True: must not be given"):
+        transformer_config(FLASH, dtype=torch.float32, **options)
+    transformer_config(FLASH, dtype=torch.float32, **options, overlap_p2p_comm=True, batch_p2p_comm=False)

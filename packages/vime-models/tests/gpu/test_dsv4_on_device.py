@@ -37,7 +37,7 @@ def test_the_fused_norm_rounds_once() -> None:
     )
     results = []
     for dtype in (torch.bfloat16, torch.float64):
-        a, w = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        a, w = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
         out = rms_norm(a, w, 1e-6)
         out.backward(grad.to(dtype))
         results.append((out, a.grad, w.grad))
@@ -57,11 +57,11 @@ def test_projections_of_the_compressor_keep_float32_results() -> None:
     )
     results = []
     for dtype in (torch.bfloat16, torch.float64):
-        a, w = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        a, w = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
         out = _wide_linear(a, w)
         out.backward(grad.to(out.dtype))
         results.append((out, a.grad, w.grad))
     (out, *grads), (exact, *exact_grads) = results
     assert out.dtype is torch.float32
-    assert relative(out, exact) < 1e-6, "bfloat16 would be at 2e-3"
+    assert relative(out, exact) < 1e-5, "bfloat16 would be at 2e-3"
     assert max(relative(g, e) for g, e in zip(grads, exact_grads, strict=True)) < 4e-3

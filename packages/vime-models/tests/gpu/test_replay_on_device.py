@@ -113,7 +113,7 @@ def test_a_captured_graph_is_refused() -> None:
         ask(made, 0, 0)
 
 
-CASES = ["contiguous-float32", "by-score-zigzag-float32", "recompute-zigzag-float32"]
+CASES = ["zigzag-float32", "by-score-zigzag-float32", "recompute-zigzag-float32"]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,7 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_packed_batch_equals_single_sequences(one_gpu: Any, case: str) -> None:
     (result,) = one_gpu[case]
     assert result["gap"] > 1e-5, "a router is so close to a tie that rounding could decide it"
+    assert result["clamp"] > 1e-6, "a value is so close to the bound of its clamp"
     assert result["logits"] <= 2e-6, result
     assert result["grads"] <= 1e-4, result
     assert all(result["same picks"])

@@ -16,7 +16,7 @@ ONE = [f"one-{first}" for first in range(4)]
 LAYOUT_OF = {
     2: ("tp2-ep2", "ep2", "pp2-3+2", "pp2-vpp2"),
     4: ("tp2-pp2-4+1", "ep4"),
-    8: ("ep8",),
+    8: ("tp2-ep8",),
 }
 CASES = [(size, name) for size in WORLDS for name in LAYOUT_OF[size]]
 

@@ -33,7 +33,7 @@ PADDING = -1
 
 
 # A finer cut evens out unequal samples, but every chunk takes a window of keys along.
-_MOST_FOLDS, _LEAST_CHUNK = 16, 256
+_MOST_FOLDS, _LEAST_CHUNK = 16, 128
 
 
 def balance_folds(extent: int, cp_size: int) -> int:

@@ -49,7 +49,7 @@ def _encode_bitmap(picks: Picks, counts: Ints, available: Ints) -> bytes:
     place = picks + np.arange(len(picks))[:, None] * bits.shape[1]
     bits.reshape(-1)[place.ravel() if used.all() else place[used]] = 1
     packed = np.packbits(bits, axis=1, bitorder="little")
-    packed[1:] ^= packed[:-1].copy()
+    packed[1:] ^= packed[:-1]
     return counts.astype("<u2").tobytes() + packed.tobytes()
 
 

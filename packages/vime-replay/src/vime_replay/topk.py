@@ -64,9 +64,10 @@ def hook(module: torch.nn.Module, manager: "Selection", queue: ReplayQueue) -> N
         ticket = ticket_of(keywords.get("packed_seq_params"))
         manager.running.append(Running(queue, ticket or (manager.tickets[-1] if manager.tickets else None)))
 
-    def leave(_module: Any, _args: Any, _output: Any) -> None:
+    def leave(_module: Any, _args: Any, output: Any) -> None:
         ended = manager.running.pop()
-        if ended.recorded:
+        # A module that raised has no output, and perhaps only some of its rows.
+        if ended.recorded and output is not None:
             manager.record(ended.queue, torch.cat(ended.recorded), ended.ticket)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -28,8 +28,8 @@ def test_every_layer_is_given_the_servers_picks(parse, server, layout, spilled, 
     monkeypatch.setattr(fake_data.PARALLEL, "cp_size", cp)
     args = parse("--data-pad-size-multiplier", "8", *words, *recompute)
     samples = rollout(args, server, spilled)
-    ray = RolloutManager()
-    (data,) = ray._split_train_data_by_dp(ray._convert_samples_to_train_data(samples), [[2, 0, 4, 1, 3]])
+    ray = RolloutManager([[2, 0, 4, 1, 3]])
+    (data,) = ray._split_train_data_by_dp(ray._convert_samples_to_train_data(samples))
     data |= {"micro_batch_indices": [[0, 3], [4], [1, 2]], "num_microbatches": [2, 1]}
     manager = make_manager(args)
     chunks = [Chunk(manager, 0, [1]), Chunk(manager, 1, [3, 4])]

@@ -191,7 +191,6 @@ class Rig:
 
     def step(self) -> None:
         import numpy as np
-        import torch
         from vllm.v1.outputs import ModelRunnerOutput
 
         planned = self.scheduler.schedule()
@@ -209,12 +208,7 @@ class Rig:
         positions = [start + at for start, count in zip(starts, counts, strict=True) for at in range(count)]
         for name, start, count in zip(names, starts, counts, strict=True):
             self.computed.setdefault(name, []).append((start, count))
-        for stream, layer in enumerate(LAYERS):
-            # Kernels may make rows wider than index_topk.
-            wide = [[*pick(at, layer), 12345] for at in positions]
-            self.capturer.capture(stream, torch.tensor(wide, dtype=torch.int32))
-        if self.experts is not None:
-            self.experts.fill(positions)
+        self.capture(positions)
         batch = SimpleNamespace(
             req_ids=names,
             query_start_loc_np=np.cumsum([0, *counts]),
@@ -237,6 +231,17 @@ class Rig:
             names, order, sampled, aux_output_connector_output=pending.process_output()
         )
         self.take(planned, output)
+
+    def capture(self, positions: list[int]) -> None:
+        """What the model's layers do in a step."""
+        import torch
+
+        for stream, layer in enumerate(LAYERS):
+            # Kernels may make rows wider than index_topk.
+            wide = [[*pick(at, layer), 12345] for at in positions]
+            self.capturer.capture(stream, torch.tensor(wide, dtype=torch.int32))
+        if self.experts is not None:
+            self.experts.fill(positions)
 
     def take(self, planned: Any, output: Any) -> None:
         for result in self.scheduler.update_from_output(planned, output).values():

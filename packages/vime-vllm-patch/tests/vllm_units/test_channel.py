@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: TID251
 """Scheduler, connectors, store and output processor together: every row is that of its token, whatever happened."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,6 +117,25 @@ def test_a_stop_token_in_the_middle_drops_its_rows(
     done = one.run()["a"]
     assert list(done.token_ids) == [540, 541, 542, 543]
     np.testing.assert_array_equal(done.indexer_topk, wanted(44))
+
+
+def test_rejected_drafts_leave_no_rows(rig: Callable[..., Any], wanted: Callable[..., Any]) -> None:
+    from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
+    from vllm.utils.indexer_topk import widen_picks
+
+    one = rig()
+    found = []
+    # (first position, positions computed, drafts rejected); the second step is 1 token and 2 drafts.
+    for start, count, rejected in [(0, 15, 0), (15, 3, 2), (16, 3, 1), (18, 1, 0)]:
+        one.worker.begin_step(AuxOutputConnectorMetadata(0, {"a": start}, {}, ()))
+        one.capture(list(range(start, start + count)))
+        batch = SimpleNamespace(req_ids=["a"], query_start_loc_np=np.array([0, count]))
+        batch.num_computed_tokens_np = np.array([start])
+        pending = one.worker.prepare_output(batch)
+        pending.enqueue_cpu_copy(np.array([1]), np.array([rejected]))
+        output = pending.process_output()["a"]
+        found.append(widen_picks(output.layout.unpack(output.rows)["indexer_topk"]))
+    np.testing.assert_array_equal(np.concatenate(found), wanted(20))
 
 
 def test_many_at_once(rig: Callable[..., Any], wanted: Callable[..., Any]) -> None:

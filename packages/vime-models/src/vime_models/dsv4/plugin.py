@@ -44,6 +44,8 @@ def build(
     )
     if vpp is not None:
         options["virtual_pipeline_model_parallel_size"] = vpp
+        # As Megatron's argument parser sets them for interleaved stages.
+        options = {"overlap_p2p_comm": True, "batch_p2p_comm": False} | options
     config = transformer_config(hf, dtype=dtype, device=device, **options)
     tp = config.tensor_model_parallel_size
     args = Namespace(

@@ -189,6 +189,13 @@ def _parallelism(options: DSv4Options, config: TransformerConfig) -> Iterator[Ru
         virtual is None or not on_gloo(),
         "must not be given with gloo, over which the exchanges of shapes and payloads cross and hang; use nccl",
     )
+    yield (
+        "--no-overlap-p2p-communication",
+        True,
+        virtual is None or config.pipeline_model_parallel_size != 2 or config.overlap_p2p_comm,
+        "must not be given with virtual stages on two ranks: both neighbours are one rank there, and the messages that "
+        "Megatron batches to it cross",
+    )
     ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     yield (
         "--expert-tensor-parallel-size",

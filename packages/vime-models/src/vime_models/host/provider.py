@@ -42,7 +42,8 @@ class VimeGPTModel(GPTModel):
         super().__init__(*args, **kwargs)
         if self.mtp_process:
             width = self.config.hidden_size
-            self.mtp.register_forward_hook(lambda _block, _inputs, hidden: hidden[..., :width])
+            # Contiguous, because the output layer gathers it from sequence shards, and nccl moves nothing else.
+            self.mtp.register_forward_hook(lambda _block, _inputs, hidden: hidden[..., :width].contiguous())
 
     def _postprocess(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any

@@ -7,10 +7,8 @@ import torch
 
 MAX_SLOTS = 512
 # Values of x in a tile, the fewest channels of it, and values that a thread holds. Short pools fit in one warp, whose
-# reductions need no barrier.
-VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 32
-# Pools that one program makes, where they are short. The backward pass leaves a partial sum for ape per program.
-FORWARD_POOLS, BACKWARD_POOLS = 4, 8
+# sums need no barrier.
+VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 64
 
 
 class Tile(NamedTuple):
@@ -24,21 +22,20 @@ class Tile(NamedTuple):
 
 def tile(ratio: int, overlap: bool, channels: int) -> Tile:
     """The forward tile."""
-    slots, block = _slots(ratio, overlap), _channels(ratio, overlap, channels)
-    # Twice as many values a thread as in the backward pass, which has more to hold.
-    warps = 1 if slots * block <= VALUES else slots * block // (64 * PER_THREAD)
-    return Tile(slots, block, FORWARD_POOLS if slots <= 32 else 2, max(1, min(16, warps)))
+    return _tile(ratio, overlap, channels, 2 if _slots(ratio, overlap) > 32 else 4)
 
 
 def tile_bwd(ratio: int, overlap: bool, channels: int) -> Tile:
-    """The backward tile."""
-    slots, block = _slots(ratio, overlap), _channels(ratio, overlap, channels)
-    return Tile(slots, block, BACKWARD_POOLS, max(1, min(16, slots * block // (32 * PER_THREAD))))
+    """The backward tile. More pools a program, because each leaves a partial sum for ape behind."""
+    slots = _slots(ratio, overlap)
+    return _tile(ratio, overlap, channels, 16 if 8 <= slots <= 32 else 8)
 
 
-def _channels(ratio: int, overlap: bool, channels: int) -> int:
-    widest = max(MIN_CHANNELS, VALUES // _slots(ratio, overlap))
-    return min(widest, max(16, 1 << (channels - 1).bit_length()))
+def _tile(ratio: int, overlap: bool, channels: int, pools: int) -> Tile:
+    slots = _slots(ratio, overlap)
+    widest = max(MIN_CHANNELS, VALUES // slots)
+    block = min(widest, max(16, 1 << (channels - 1).bit_length()))
+    return Tile(slots, block, pools, min(16, max(1, slots * block // (32 * PER_THREAD))))
 
 
 def _slots(ratio: int, overlap: bool) -> int:

@@ -61,38 +61,38 @@ def kpool_select(
         _checks.fail(op, f"index_topk to be a multiple of kpool ({kpool})", index_topk)
     S = _checks.sizes(op, q=(q, "S H D"), q_positions=(q_positions, "S"), cu_seqlens=(cu_seqlens, "B+1"))["S"]
     _checks.cu_seqlens(op, cu_seqlens, S if q_positions is None else None)
-    runs_in = resolve(op, backend, (q, pooled_k, weights, cu_seqlens, q_positions))
+    _checks.int32(op, q_positions=q_positions)
     if q_positions is None:
         q_positions = torch.arange(S, dtype=torch.int32, device=q.device)
-    q_positions = q_positions.contiguous()
-    starts_S, ends_S = causal_ranges(cu_seqlens, ratio=kpool, q_positions=q_positions)
-    pools_SP = indexer_topk(
-        q,
-        pooled_k,
-        weights,
-        starts_S,
-        ends_S,
-        index_topk // kpool,
-        topk_fn=topk_fn,
-        max_logits_bytes=max_logits_bytes,
-        backend=backend,
-    )
+    q_positions, cu_seqlens = q_positions.contiguous(), cu_seqlens.contiguous()
     width = -(-(index_topk + (kpool - 1 if always_tail else 0)) // pad_to) * pad_to
-    if runs_in == "triton" and len(cu_seqlens) > 1:
+
+    def choose(starts_S: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
+        return indexer_topk(
+            q,
+            pooled_k,
+            weights,
+            starts_S,
+            ends_S,
+            index_topk // kpool,
+            topk_fn=topk_fn,
+            max_logits_bytes=max_logits_bytes,
+            backend=backend,
+        )
+
+    if resolve(op, backend, (q, pooled_k, weights, cu_seqlens, q_positions)) == "triton":
         from vime_kernels.ops.gated_pool import triton_select
 
+        starts_S, ends_S = triton_select.kpool_ranges(cu_seqlens, q_positions, kpool)
+        pools_SP = choose(starts_S, ends_S)
         if topk_fn is not None:
             pools_SP = _ascending(pools_SP)
         return triton_select.kpool_expand(
-            pools_SP.contiguous(),
-            starts_S,
-            cu_seqlens.contiguous(),
-            q_positions,
-            kpool,
-            always_tail,
-            width,
+            pools_SP, starts_S, cu_seqlens, q_positions, kpool, always_tail, width
         )
 
+    starts_S, ends_S = causal_ranges(cu_seqlens, ratio=kpool, q_positions=q_positions)
+    pools_SP = choose(starts_S, ends_S)
     first_S, _, inside_S = sequence_of(cu_seqlens, q_positions)
     seen_S = torch.where(inside_S, q_positions - first_S + 1, 0)
     step_r = torch.arange(kpool, dtype=torch.int32, device=q.device)

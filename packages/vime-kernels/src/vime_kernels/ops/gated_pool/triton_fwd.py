@@ -89,10 +89,8 @@ def average(z, value, ape, column, exists, alive, C, ratio, SLOTS: tl.constexpr)
     bias = tl.load(ape + bias_offset(column, C, ratio, SLOTS), mask=exists, other=0.0)
     a = (z.to(tl.float32) + bias) * LOG2E
     e = tl.exp2(a - tl.maximum(tl.max(a, 0, keep_dims=True), -1e30))
-    # Both sums at once: across warps, what a sum costs is the exchange.
-    total, weighted = tl.split(tl.sum(tl.join(e, e * value), 0))
-    inverse = 1.0 / tl.where(alive, total[None, :], 1.0)
-    return e * inverse, weighted[None, :] * inverse
+    weights = e / tl.where(alive, tl.sum(e, 0, keep_dims=True), 1.0)
+    return weights, tl.sum(weights * value, 0, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["P", "B"])

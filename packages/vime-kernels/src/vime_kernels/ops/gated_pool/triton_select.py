@@ -1,11 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen pools as tokens in Triton: expansion, whole prefix, tail and padding of a row in one launch."""
+"""Chosen pools as tokens in Triton: expansion, whole prefix, tail and padding of a row in one launch.
+
+And which pools a row may choose from, in one launch before it.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(1024)
+
+
+@triton.jit(do_not_specialize=["S", "B"])
+def _ranges_kernel(cu_seqlens, positions, starts, ends, S, B, kpool):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + row, mask=row < S, other=-1)
+    base = tl.zeros([BLOCK], tl.int32)
+    start = tl.zeros([BLOCK], tl.int32)
+    visible = tl.zeros([BLOCK], tl.int32)
+    first = tl.load(cu_seqlens)
+    for b in range(B):
+        end = tl.load(cu_seqlens + b + 1)
+        inside = (position >= first) & (position < end)
+        start = tl.where(inside, base, start)
+        visible = tl.where(inside, (position - first + 1) // kpool, visible)
+        base += (end - first) // kpool
+        first = end
+    tl.store(starts + row, start, mask=row < S)
+    tl.store(ends + row, start + visible, mask=row < S)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -40,6 +62,24 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         token = first + tl.where(short, w, (pool - base) * kpool + w % kpool)
         token = tl.where(w < end, token, first + seen - tail + w - end)
         tl.store(tokens + row * W + w, tl.where(w < end + tail, token, -1), mask=w < W)
+
+
+@torch.library.custom_op("vime_kernels::kpool_ranges", mutates_args=())
+def kpool_ranges(
+    cu_seqlens: torch.Tensor, positions: torch.Tensor, kpool: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(starts, ends) int32 [S] of the visible pools, as `causal_ranges` has them."""
+    starts, ends = torch.empty_like(positions), torch.empty_like(positions)
+    if len(positions):
+        _ranges_kernel[(triton.cdiv(len(positions), BLOCK.value),)](
+            cu_seqlens, positions, starts, ends, len(positions), len(cu_seqlens) - 1, kpool, num_warps=4
+        )
+    return starts, ends
+
+
+@kpool_ranges.register_fake
+def _(cu_seqlens: torch.Tensor, positions: torch.Tensor, kpool: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(positions), torch.empty_like(positions)
 
 
 @torch.library.custom_op("vime_kernels::kpool_expand", mutates_args=())

@@ -5,7 +5,7 @@ import torch
 
 STREAMS = (1, 2, 4, 8)
 # Projection and its backward pass: (tokens, channels, warps, stages) for bfloat16 and for float32 streams.
-PROJECT = (128, 64, 8, 3)
+PROJECT = (128, 64, 8, 4)
 PROJECT_EXACT = (64, 32, 8, 2)
 PROJECT_BWD = (64, 64, 4, 3)
 PROJECT_BWD_EXACT = (32, 64, 8, 2)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from vime_kernels._backend import interpreting
+from vime_kernels._backend import has_gluon, interpreting
 
 FP8 = (torch.float8_e4m3fn,)
 MAX_HEADS = 128
@@ -36,6 +36,19 @@ KEYS_PER_PROGRAM = 4096
 def logits_tile(dtype: torch.dtype) -> LogitsTile:
     """The forward tile for operands of this dtype."""
     return LOGITS_8BIT if dtype in FP8 else LOGITS_16BIT
+
+
+def hopper(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the kernel written for Hopper's warpgroup instructions can run this call, and is the faster one."""
+    S, H, D = q.shape
+    # In float8 its sums weigh more than its products below 64 heads. Blocks of 256 rows of q have to fill the device.
+    if not q.is_cuda or D != 128 or H not in ((64, 128) if q.dtype in FP8 else (32, 64, 128)):
+        return False
+    aligned = q.is_contiguous() and k.stride(1) == 1 and k.stride(0) * k.element_size() % 16 == 0
+    if not aligned or any(t.data_ptr() % 16 for t in (q, k)) or min(len(k), out.stride(0)) < 2:
+        return False
+    filled = 256 * torch.cuda.get_device_properties(q.device).multi_processor_count <= S * H
+    return filled and torch.cuda.get_device_capability(q.device) == (9, 0) and has_gluon()
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor) -> str | None:

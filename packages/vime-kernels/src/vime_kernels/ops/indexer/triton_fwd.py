@@ -128,6 +128,11 @@ def indexer_logits(
     N = len(k)
     if not S or not N:
         return
+    if config.hopper(q, k, out):
+        from vime_kernels.ops.indexer import gluon_fwd
+
+        gluon_fwd.indexer_logits(q, k, weights, q_scale, k_scale, starts, ends, out, use_relu, clean_logits)
+        return
     tile = config.logits_tile(q.dtype)
     block_h = max(16, triton.next_power_of_2(H))
     block_q = max(1, tile.queries_x_heads // block_h)

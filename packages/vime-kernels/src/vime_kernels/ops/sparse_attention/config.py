@@ -2,10 +2,10 @@
 """Tile choices of the Triton kernels, as data. Measured on an H200; shared memory and registers are what bind."""
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 
 import torch
+
+from vime_kernels._backend import has_gluon
 
 # Programs that keep an H200 busy where the grid can be chosen.
 PROGRAMS = 264
@@ -110,10 +110,4 @@ def hopper(q: torch.Tensor, *others: torch.Tensor | None, d_v: int) -> bool:
     # Whole 16-byte vectors: every row has to begin on one.
     tensors = [t for t in (q, *others) if t is not None and t.numel()]
     aligned = all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:-1]) for t in tensors)
-    return aligned and torch.cuda.get_device_capability(q.device) == (9, 0) and _has_gluon()
-
-
-@cache
-def _has_gluon() -> bool:
-    # Gluon is experimental and changes with every minor version; these are the ones it was run with.
-    return version("triton").startswith("3.6.")
+    return aligned and torch.cuda.get_device_capability(q.device) == (9, 0) and has_gluon()

@@ -27,6 +27,7 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     CHUNK,
     CHUNKS,
     DC,
+    LARGE,
     LOG2E,
     SCORES,
     SHARED,
@@ -41,8 +42,6 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
 )
 from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
 
-# exp2 of it is finite: keeps 0 · inf out of the gradient of lse where a sink outweighs every key.
-LARGE = gl.constexpr(100.0)
 # The 64 channels of a tail: a warpgroup takes 32.
 TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 

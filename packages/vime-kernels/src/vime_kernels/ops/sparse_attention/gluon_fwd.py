@@ -2,10 +2,12 @@
 """Forward of sparse attention for Hopper: a producer warpgroup gathers, two consumer warpgroups multiply.
 
 Programs are persistent: each walks query rows (times blocks of 64 heads), and the producer runs ahead into the next
-row. Tiles of 64 keys come in pairs. Each consumer scores its own tile of a pair, both agree on the new maximum, and
-then each owns one half of the channels of the output, to which it adds both tiles: its own weights and its partner's,
-exchanged through shared memory. The four half tiles of a pair have a barrier each, so each is refilled as soon as its
-last reader is done. Same mathematics and same contract as `triton_fwd`; widths 512 and 512 + 64, bfloat16 and float16.
+row. Tiles of 64 keys come in pairs. Each consumer scores its own tile of a pair and owns one half of the channels of
+the output, to which it adds both tiles: its own weights and its partner's, exchanged through shared memory. The
+reference that scores are taken against goes from consumer 0 to consumer 1 and back, so the second one's softmax runs
+half a turn after the first one's, under its products; it follows the maximum only once that has grown by GROW. The four
+half tiles of a pair have a barrier each, so each is refilled as soon as its last reader is done. Same mathematics and
+same contract as `triton_fwd`; widths 512 and 512 + 64, bfloat16 and float16.
 
 Source: the pairing of tiles and the split of the output follow the idea of FlashMLA; warp roles as in FlashAttention-3
 (arXiv 2407.08608).
@@ -35,6 +37,8 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
 )
 from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
 
+# In log2 units. Weights reach 2^8 at most, which float16 holds, and keep their relative precision.
+GROW = gl.constexpr(8.0)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -52,7 +56,6 @@ def consume(  # type: ignore[no-untyped-def]
     """Consumer ME of 0, 1: scores tile ME of every pair, owns half ME of the output's channels."""
     OTHER: gl.constexpr = 1 - ME
     MINE: gl.constexpr = 2 * ME + ME  # buffer of my tile, my half
-    ACROSS: gl.constexpr = 2 * ME + OTHER  # my tile, the other half
     THEIRS: gl.constexpr = 2 * OTHER + ME  # the other tile, my half
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
@@ -87,13 +90,13 @@ def consume(  # type: ignore[no-untyped-def]
                     gl.SliceLayout(0, SCORES),
                 )  # fmt: skip
                 s = gl.zeros([BH, BK], gl.float32, SCORES)
-                mbarrier.wait(full.index(MINE), phase)
+                mbarrier.wait(full.index(2 * ME), phase)
                 fence_async_shared()
-                s = warpgroup_mma(q_s.index(ME + z), kv_s.index(MINE + z).permute((1, 0)), s, is_async=True)
-                mbarrier.wait(full.index(ACROSS), phase)
+                s = warpgroup_mma(q_s.index(z), kv_s.index(2 * ME + z).permute((1, 0)), s, is_async=True)
+                mbarrier.wait(full.index(2 * ME + 1), phase)
                 fence_async_shared()
                 s = warpgroup_mma(
-                    q_s.index(OTHER + z), kv_s.index(ACROSS + z).permute((1, 0)), s, is_async=True
+                    q_s.index(1 + z), kv_s.index(2 * ME + 1 + z).permute((1, 0)), s, is_async=True
                 )
                 if DT > 0:
                     mbarrier.wait(full.index(4 + ME), phase)
@@ -105,28 +108,48 @@ def consume(  # type: ignore[no-untyped-def]
 
                 s = gl.where(valid[None, :], s * scale_log2, float("-inf"))
                 top = gl.max(s, axis=1)
-                max_s.index(ME).store(top)
-                mbarrier.arrive(max_full.index(ME))
-                mbarrier.wait(max_full.index(OTHER), phase)
-                m_new = gl.maximum(m, gl.maximum(top, max_s.index(OTHER).load(ROWS)))
-                grow = gl.exp2(m - m_new)
-                p = gl.exp2(s - m_new[:, None])
-                norm = norm * grow + gl.sum(p, axis=1)
-                m = m_new
+                m_in = m
+                if ME == 1:
+                    mbarrier.wait(max_full.index(0), phase)
+                    m_in = max_s.index(0).load(ROWS)
+                m_mine = gl.where(top > m_in + GROW, top, m_in)
+                max_s.index(ME).store(m_mine)
+                if ME == 0:
+                    mbarrier.arrive(max_full.index(0))
+                p = gl.exp2(s - m_mine[:, None])
+                norm = norm * gl.exp2(m - m_mine) + gl.sum(p, axis=1)
                 p_s.index(ME + z).store(p.to(p_s.dtype))
                 fence_async_shared()
                 mbarrier.arrive(p_full.index(ME))
-                o = o * gl.convert_layout(grow, OUT_ROWS)[:, None]
-                o = warpgroup_mma(p_s.index(ME + z), kv_s.index(MINE + z), o, is_async=True)
-                mbarrier.wait(p_full.index(OTHER), phase)
-                mbarrier.wait(full.index(THEIRS), phase)
-                fence_async_shared()
-                o = warpgroup_mma(p_s.index(OTHER + z), kv_s.index(THEIRS + z), o, is_async=True)
-                m = warpgroup_mma_wait(1, deps=[m])
-                if i + 2 < tiles:
-                    mbarrier.arrive(empty.index(MINE))
-                o = warpgroup_mma_wait(0, deps=[o])
-                mbarrier.arrive(empty.index(THEIRS))
+                o = o * gl.convert_layout(gl.exp2(m - (m_mine if ME == 0 else m_in)), OUT_ROWS)[:, None]
+                if ME == 0:
+                    o = warpgroup_mma(p_s.index(z), kv_s.index(MINE + z), o, is_async=True)
+                    mbarrier.wait(p_full.index(OTHER), phase)
+                    m = max_s.index(1).load(ROWS)
+                    late = gl.exp2(m_mine - m)
+                    norm = norm * late
+                    mbarrier.wait(full.index(THEIRS), phase)
+                    o = warpgroup_mma_wait(0, deps=[o])
+                    if i + 2 < tiles:
+                        mbarrier.arrive(empty.index(MINE))
+                    o = o * gl.convert_layout(late, OUT_ROWS)[:, None]
+                    fence_async_shared()
+                    o = warpgroup_mma(p_s.index(1 + z), kv_s.index(THEIRS + z), o, is_async=True)
+                    o = warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(empty.index(THEIRS))
+                else:
+                    mbarrier.wait(p_full.index(OTHER), phase)
+                    mbarrier.wait(full.index(THEIRS), phase)
+                    fence_async_shared()
+                    o = warpgroup_mma(p_s.index(z), kv_s.index(THEIRS + z), o, is_async=True)
+                    m = m_mine
+                    o = warpgroup_mma_wait(0, deps=[o])
+                    mbarrier.arrive(empty.index(THEIRS))
+                    o = o * gl.convert_layout(gl.exp2(m_in - m_mine), OUT_ROWS)[:, None]
+                    o = warpgroup_mma(p_s.index(1 + z), kv_s.index(MINE + z), o, is_async=True)
+                    o = warpgroup_mma_wait(0, deps=[o])
+                    if i + 2 < tiles:
+                        mbarrier.arrive(empty.index(MINE))
                 if DT > 0:
                     mbarrier.arrive(empty.index(4 + ME))
                     mbarrier.arrive(empty.index(4 + OTHER))
@@ -183,16 +206,16 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    max_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    max_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     sum_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(full.index(i), count=128)
         mbarrier.init(empty.index(i), count=1 if i < 4 else 2)
     for i in gl.static_range(2):
-        mbarrier.init(max_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(sum_full.index(i), count=1)
+    mbarrier.init(max_full.index(0), count=1)
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=2)
     fence_async_shared()

@@ -51,7 +51,7 @@ def produce_forward(  # type: ignore[no-untyped-def]
             async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
             r += 1
             for i in range(0, tiles, 2):
-                # Half h of tile b is buffer 2 b + h. First what the consumers let go of first and want first.
+                # Half h of tile b is buffer 2 b + h. Consumers let go of the first tile first.
                 rows0, valid0 = tile_rows(
                     i, tiles_a, start_a, end_a, start_b, count_b, picks_row, n_b, HAS_A, KIND_B,
                     gl.SliceLayout(1, COPY),
@@ -67,13 +67,13 @@ def produce_forward(  # type: ignore[no-untyped-def]
                     kv_a, kv_b, stride_a, stride_b, a0, rows0, valid0, kv_s, full, empty, free, 0, HAS_A, KIND_B,
                 )  # fmt: skip
                 half_tile(
-                    kv_a, kv_b, stride_a, stride_b, a1, rows1, valid1, kv_s, full, empty, free, 3, HAS_A, KIND_B,
-                )  # fmt: skip
-                half_tile(
                     kv_a, kv_b, stride_a, stride_b, a0, rows0, valid0, kv_s, full, empty, free, 1, HAS_A, KIND_B,
                 )  # fmt: skip
                 half_tile(
                     kv_a, kv_b, stride_a, stride_b, a1, rows1, valid1, kv_s, full, empty, free, 2, HAS_A, KIND_B,
+                )  # fmt: skip
+                half_tile(
+                    kv_a, kv_b, stride_a, stride_b, a1, rows1, valid1, kv_s, full, empty, free, 3, HAS_A, KIND_B,
                 )  # fmt: skip
                 if DT > 0:
                     tail_tile(kv_b, stride_b, rows0, valid0, kvt_s, full, empty, free, 0, DT)

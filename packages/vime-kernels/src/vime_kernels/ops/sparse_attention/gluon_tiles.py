@@ -8,6 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NO_MAX = gl.constexpr(-3.0e38)
+# exp2 of it is finite: keeps 0 · inf out of the gradient of lse where a sink outweighs every key.
+LARGE = gl.constexpr(100.0)
 
 BH = gl.constexpr(64)  # heads per program: the rows of one wgmma
 BK = gl.constexpr(64)  # slots per step

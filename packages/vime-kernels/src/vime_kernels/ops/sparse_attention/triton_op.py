@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton backend of sparse attention as two custom operators, with gradients and shapes for torch.compile.
 
-Chooses between the Hopper kernels (`gluon_fwd`, `gluon_bwd`: one fused backward with atomics) and the plain ones
+Chooses between the Hopper kernels (`gluon_fwd`; `gluon_bwd_keys` and `gluon_bwd`: fused backwards with atomics, the
+first for picks of 512 channels, where it was measured to be the faster one) and the plain ones
 (`triton_fwd`, `triton_bwd`: every other width, and the repeatable backward, whose first step is a Hopper kernel too).
 """
 
@@ -97,7 +98,11 @@ def sparse_attention_bwd(
     dlse = None if dlse is None else dlse.contiguous()
     sink32 = None if sink is None else sink.float()
     hopper = config.hopper(q, kv_a, kv_b, do, d_v=out.shape[-1])
-    if hopper and not (deterministic and needs_kv):
+    if hopper and needs_kv and not deterministic and indices is not None and q.shape[-1] == out.shape[-1]:
+        from vime_kernels.ops.sparse_attention import gluon_bwd_keys
+
+        grads = gluon_bwd_keys.backward(q, sources, sink32, out, lse, do, dlse, scale)
+    elif hopper and not (deterministic and needs_kv):
         from vime_kernels.ops.sparse_attention import gluon_bwd
 
         grads = gluon_bwd.backward(q, sources, sink32, out, lse, do, dlse, scale, needs_kv=needs_kv)

@@ -11,6 +11,7 @@
 | `actor.py`, after the model is built | `manager = make_manager(args, role)`, and attach the model to it |
 | the same | `self.indexer_replay = IndexerReplay(args, manager, Parallel.from_mpu())` |
 | the same, beside `fill_routing_replay` | `fill_indexer_replay(self, data_iterator, num_microbatches, rollout_data)` |
+| the same, `can_reuse_log_probs_in_loss` | `and (not args.use_indexer_replay or args.use_rollout_indexer_replay)` |
 | the same, beside each use of `RoutingReplay` | the same name on `self.indexer_replay` |
 | `model.py`, instead of `get_batch` | `self.indexer_replay.with_tickets(get_batch)` |
 | `model.py`, around the forward of a train step | `with self.indexer_replay.forward_step():` |

@@ -35,7 +35,13 @@ NEEDS = (
     Need(
         "vime.rollout.vllm_rollout", "generate", ("args", "sample", "sampling_params"), "request and response"
     ),
-    Need("vime.ray.rollout", "RolloutManager", (), "the column rollout_indexer_topk of a rank"),
+    Need(
+        "vime.ray.rollout",
+        "RolloutManager._convert_samples_to_train_data",
+        ("samples",),
+        "the rollout's column",
+    ),
+    Need("vime.ray.rollout", "RolloutManager._split_train_data_by_dp", ("data",), "the column of a rank"),
     Need("vime.utils.arguments", "get_vime_extra_args_provider", (), "add_arguments"),
     Need(f"{TRAINER}.data", "DataIterator.get_next", ("keys",), "fill_indexer_replay"),
     Need(f"{TRAINER}.data", "DataIterator.reset", (), "fill_indexer_replay"),

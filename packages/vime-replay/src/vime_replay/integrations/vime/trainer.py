@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from vime_replay.checking import PickCheck
@@ -253,7 +254,9 @@ class IndexerReplay:
         self.step += 1
         interval = getattr(self.args, "indexer_replay_check_interval", 0)
         self.manager.check = self.check if interval and self.step % interval == 0 else None
-        lazily = any(hasattr(value, "path") for value in rollout_data[key])
+        # References to rows elsewhere are read when a layer needs them; rows in memory are packed and given up.
+        held = np.ndarray | torch.Tensor | None
+        lazily = not all(isinstance(value, held) for value in rollout_data[key])
         window = Window(getattr(self.args, "indexer_replay_prefetch_microbatches", 1)) if lazily else None
         for iterator in data_iterator:
             iterator.reset()

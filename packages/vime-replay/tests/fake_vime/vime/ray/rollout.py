@@ -8,6 +8,9 @@ class RolloutManager:
         "rollout_indexer_topk",
     )  # replay: the last
 
+    def __init__(self, partitions):
+        self.partitions = partitions
+
     def _convert_samples_to_train_data(self, samples):
         return {
             "tokens": [sample.tokens for sample in samples],
@@ -17,5 +20,5 @@ class RolloutManager:
             "rollout_indexer_topk": [sample.rollout_indexer_topk for sample in samples],  # replay: one column
         }
 
-    def _split_train_data_by_dp(self, data, partitions):
-        return [{key: [data[key][i] for i in part] for key in self.COLUMNS} for part in partitions]
+    def _split_train_data_by_dp(self, data):
+        return [{key: [data[key][i] for i in part] for key in self.COLUMNS} for part in self.partitions]
