@@ -52,7 +52,7 @@ def main() -> int:
         for share in range(shares)
     ]
     children += [Child(word, "large/1", options) for word in options.peer if Wanted.parse(word).name in LARGE]
-    late = begin + options.prepare + 60
+    late = begin + options.prepare + 15
     for each in children:
         each.until("ready", late)
     print(f"prepared in {time.monotonic() - begin:.0f} s", flush=True)

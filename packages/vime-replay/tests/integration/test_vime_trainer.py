@@ -63,6 +63,27 @@ def test_the_manager_is_what_the_flags_say(parse):
     assert not make_manager(args, "critic").enabled
 
 
+@pytest.mark.parametrize("spilled", ["none", "all"])
+def test_rows_on_disk_are_read_when_a_layer_needs_them(parse, server, spilled):
+    from vime.backends.megatron_utils.data import DataIterator  # noqa: TID251
+
+    from vime_replay.integrations.vime import IndexerReplay, Parallel, make_manager
+
+    args = parse("--indexer-replay-prefetch-microbatches", "0")
+    samples = rollout(args, server, spilled)[:3]
+    rows = [sample.rollout_indexer_topk for sample in samples]
+    data = {"tokens": [sample.tokens for sample in samples], "rollout_indexer_topk": rows}
+    manager = make_manager(args)
+    manager.register(None, layer=3)
+    IndexerReplay(args, manager, Parallel()).fill(
+        [DataIterator(data, micro_batch_indices=[[0], [1, 2]])], [2], data
+    )
+    assert [batch._packed is None for batch in manager.microbatches] == [spilled == "all"] * 2
+    # The trainer's list no longer holds any rows.
+    assert rows == [None] * 3
+    manager.clear()
+
+
 def test_missing_rows_are_named(parse):
     from vime_replay.errors import ReplayDecodeError
     from vime_replay.integrations.vime import IndexerReplay, Parallel, fill_indexer_replay, spec_of

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -115,6 +116,8 @@ def add_keys(  # type: ignore[no-untyped-def]
         for i in range(0, tiles):
             z = t >> 30
             mbarrier.wait(ds_full.index(0), t & 1)
+            # The queries were copied by ordinary stores, and this warpgroup has not waited for them itself.
+            fence_async_shared()
             acc = piece(q_s, do_s, p_s, ds_s, z, 0)
             rows = rows_s.index(t & 1).load(gl.SliceLayout(1, LINES))
             d = gl.arange(0, PIECE, layout=gl.SliceLayout(0, LINES))
