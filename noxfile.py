@@ -168,14 +168,15 @@ def vllm_files(session: nox.Session, *what: str) -> str:
 
 def vllm_wheels(session: nox.Session) -> str:
     """Folder with the published wheels that the patches are for, downloaded once."""
-    folder = str(session.cache_dir / "vllm-wheels")
+    folder = str((session.cache_dir / "vllm-wheels").resolve())
     vllm_files(session, "wheels", folder)
     return folder
 
 
 def vllm_python(session: nox.Session) -> str:
     """Interpreter of an environment with vLLM for CPUs, made once."""
-    return vllm_files(session, "venv", str(session.cache_dir / "vllm-venv"), vllm_wheels(session))
+    folder = str((session.cache_dir / "vllm-venv").resolve())
+    return vllm_files(session, "venv", folder, vllm_wheels(session))
 
 
 @nox.session
@@ -192,7 +193,8 @@ def patch_check(session: nox.Session) -> None:
         tree = str(trees / version)
         session.run("python", f"{tests}/environment.py", "unpack", tree, wheels, version)
         session.run("vime-vllm-patch", "apply", "--vllm", tree)
-        env = {**pytest_env(), "PYTHONPATH": tree, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        # No plugins: vllm_tests puts its own into the same environment.
+        env = {**pytest_env(), "PYTHONPATH": tree, "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": ""}
         session.run(python, "-m", "pytest", "-q", f"{tests}/vllm_units", env=env, external=True)
 
 
