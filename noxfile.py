@@ -122,7 +122,7 @@ def device_python(session: nox.Session, least: int) -> tuple[str, dict[str, str]
         python = sys.executable
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_paths(), os.environ.get("PYTHONPATH")]))
     else:
-        sync(session, "--all-packages", "--all-extras", "--group", "test")
+        sync(session, "--all-packages", "--all-extras", "--group", "test", "--group", "gpu")
         python = "python"
     probe = "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no CUDA device'"
     session.run(python, "-c", probe, env=env, external=True)

@@ -91,7 +91,8 @@ def cells(records: list[Record]) -> dict[tuple[str, str, str], list[Record]]:
 def table(records: list[Record]) -> str:
     """The Markdown table, and a line on where the numbers come from.
 
-    Our time and rate are those of the record without a peer; each ratio is of two times measured in turns.
+    Our time and rate are those of the record without a peer; each ratio is of two times measured in turns. Our memory
+    is the most that any record of the cell saw.
     """
     lines = [HEADER]
     for (op, shape, direction), group in cells(records).items():
@@ -103,14 +104,15 @@ def table(records: list[Record]) -> str:
         ratios = [f"{r['peer']} {r['ratio']:.{2 if r['ratio'] < 10 else 0}f}×" for r in peers]
         errors = [number(r["rel_error"]) for r in group[:1]]
         errors += [f"{r['peer']} {number(r['peer_error'])}" for r in peers if r["peer"] != "torch"]
-        memory = [f"{ours['peak_mib']:.0f}"]
+        memory = [f"{max(r['peak_mib'] for r in group if r['peak_mib'] is not None):.0f}"]
         memory += [f"{r['peer']} {r['peer_peak_mib']:.0f}" for r in peers if r["peer"] != "torch"]
         texts = [f"`{op}`", shape, direction, f"{ours['ours_ms']:.3f}", f"{ours['rate']:.0f} {ours['unit']}"]
         texts += [", ".join(ratios), ", ".join(errors), ", ".join(memory)]
         lines.append(f"| {' | '.join(texts)} |")
     source = records[0]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
-    lines += ["", f"{source['device']}, {versions}; commit {source['commit']}. `{source['command']}`"]
+    devices = "; ".join(sorted({record["device"] for record in records}))
+    lines += ["", f"{devices}; {versions}; commit {source['commit']}. `{source['command']}`"]
     return "\n".join(lines)
 
 
@@ -162,7 +164,7 @@ def draw(rows: list[tuple[str, list[tuple[str, float]]]], source: Record, path: 
     axes.set_xscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.set_xlabel("time of the peer / our time, in the same run (right of 1: ours is faster)", fontsize=8)
-    axes.set_title(f"{source['device']}, commit {source['commit']}", fontsize=8)
+    axes.set_title(f"{source['device'].split(',')[0]}, commit {source['commit']}", fontsize=8)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)

@@ -2,6 +2,7 @@
 """What one process measures: the errors of a case on both sides, then the times, side by side."""
 
 import fcntl
+import gc
 import os
 import statistics
 import tempfile
@@ -202,6 +203,7 @@ def peak(run: Launch, scale: Scale) -> float:
     run()
     if scale.device == "cpu":
         return 0.0
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

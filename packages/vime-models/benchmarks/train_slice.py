@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps of four real-width DeepSeek-V4-Flash layers on one or several GPUs.
 
-    python train_slice.py 16k 2k 2k-torch --out results/slice-h200.json
-    torchrun --nproc-per-node 2 train_slice.py cp2-64k tp2-64k --out results/multi_gpu.json
+    python train_slice.py 16k --out results/slice-h200.json
+    torchrun --nproc-per-node 2 train_slice.py cp2-64k --out results/multi_gpu.json
 
-Prints one line per case and merges a record per case into the file. bfloat16, Megatron's distributed optimizer with
-torch's fused Adam, weights drawn at random, packed random tokens. A step is forward, backward, reduction of gradients
-and update.
-MFU counts three times the forward operations of the model (recomputation is not counted) against 989 TFLOP/s.
+Prints a line and merges a record into the file. One case per start: hooks of Megatron's DDP keep a model alive.
+bfloat16, Megatron's distributed optimizer with torch's fused Adam, weights drawn at random, packed random tokens. A step
+is forward, backward, reduction of gradients and update. MFU counts three times the forward operations of the model (recomputation is not counted) against 989 TFLOP/s.
 `--dry` runs a tiny model on the CPU, without times that mean anything.
 """
 
 import argparse
-import gc
 import json
 import os
 import shlex
@@ -85,7 +83,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         if dist.get_world_size() == 1
         else ["torchrun", f"--nproc-per-node={dist.get_world_size()}"]
     )
-    words = [*options.cases, f"--steps={options.steps}", f"--warmup={options.warmup}"]
+    words = [options.case, f"--steps={options.steps}", f"--warmup={options.warmup}"]
     words += [f"--peer={options.peer}"] if options.peer else []
     return {
         "device": torch.cuda.get_device_name(),
@@ -126,11 +124,11 @@ def dry(name: str) -> str:
 
 
 def main() -> None:
-    """Runs the cases of the command line."""
+    """Runs the case of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="+", choices=[*CASES], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("case", choices=[*CASES], metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, help="file of records")
     parser.add_argument("--steps", type=int, default=5, help="timed ones; the median counts")
     parser.add_argument("--warmup", type=int, default=2)
@@ -144,32 +142,24 @@ def main() -> None:
     device = "cpu" if options.dry else "cuda"
     bringup.init_world(device=device)  # type: ignore[arg-type]
     first = dist.get_rank() == 0
+    case = CASES[options.case]
+    if case.world != dist.get_world_size():
+        raise SystemExit(f"train_slice: {options.case} needs {case.world} processes; use torchrun")
     if options.peer:
         __import__(options.peer).use()
-    records: list[dict[str, Any]] = []
-    for name in options.cases:
-        if CASES[name].world != dist.get_world_size():
-            raise SystemExit(f"train_slice: {name} needs {CASES[name].world} processes; use torchrun")
-        if options.dry:
-            outcome = dry(name)
-            if first:
-                print(outcome, flush=True)
-            continue
-        label = f"{name}-{options.peer}" if options.peer else name
-        try:
-            record = run(label, CASES[name], FLASH_SLICE, options) | about(options)
-        except torch.OutOfMemoryError as error:
-            record = None
-            print(f"{label}: out of memory: {str(error)[:120]}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        if record and first:
+    if options.dry:
+        outcome = dry(options.case)
+        if first:
+            print(outcome, flush=True)
+    else:
+        label = f"{options.case}-{options.peer}" if options.peer else options.case
+        record = run(label, case, FLASH_SLICE, options) | about(options)
+        if first:
             print(line(record), flush=True)
             for kernel, (ms, count) in record["kernels_ms"].items():
                 print(f"    {ms:>9.2f} ms {count:>5} x {kernel[:90]}", flush=True)
-            records.append(record)
             if options.out:
-                merge(options.out, records)
+                merge(options.out, [record])
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

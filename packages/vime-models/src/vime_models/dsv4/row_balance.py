@@ -85,8 +85,8 @@ def balance_keys(keys: torch.Tensor, layout: TokenLayout, group: Any) -> torch.T
     width = layout.length // len(trade.order)
     slices = keys.unflatten(0, (len(layout.starts), layout.halo + layout.length))
     # Each chunk with the rows that precede it.
-    pieces = [slices[:, i * width : (i + 1) * width + layout.halo] for i in range(len(trade.order))]
-    return _send(torch.stack(pieces), trade, group)
+    pieces = slices.unfold(1, layout.halo + width, width).movedim(-1, 2)
+    return _send(pieces.transpose(0, 1), trade, group)
 
 
 def restore(rows: torch.Tensor, layout: TokenLayout, group: Any) -> torch.Tensor:
@@ -97,7 +97,8 @@ def restore(rows: torch.Tensor, layout: TokenLayout, group: Any) -> torch.Tensor
     gives, takes = ([share * count for count in counts] for counts in (trade.gives, trade.takes))
     returned = all_to_all(group, pieces.flatten(0, 2), gives, takes).view(pieces.shape)
     back = sorted(range(len(trade.order)), key=trade.order.__getitem__)
-    return torch.stack([returned[place] for place in back], 1).flatten(0, 2)
+    parts = returned.unbind()
+    return torch.stack([parts[place] for place in back], 1).flatten(0, 2)
 
 
 def _pieces(rows: torch.Tensor, layout: TokenLayout, group: Any) -> torch.Tensor:
@@ -111,5 +112,7 @@ def _send(pieces: torch.Tensor, trade: _Trade, group: Any) -> torch.Tensor:
     """[chunks, G, rows, ...] of this rank to the rows that it computes, slice by slice."""
     share = pieces.shape[1] * pieces.shape[2]
     gives, takes = ([share * count for count in counts] for counts in (trade.gives, trade.takes))
-    sent = torch.cat([pieces[chunk].flatten(0, 1) for chunk in trade.order])
+    # Unbound and not indexed: the gradient of an index is a tensor of zeros of the whole size, and there are many.
+    parts = pieces.unbind()
+    sent = torch.cat([parts[chunk].flatten(0, 1) for chunk in trade.order])
     return all_to_all(group, sent, takes, gives).view(pieces.shape).transpose(0, 1).flatten(0, 2)
