@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 train_slice.py cp2-64k --out results/multi_gpu.json
 
 Prints a line and merges a record into the file. One case per start: hooks of Megatron's DDP keep a model alive.
-bfloat16, Megatron's distributed optimizer with torch's fused Adam, weights drawn at random, packed random tokens. A step
-is forward, backward, reduction of gradients and update. MFU counts three times the forward operations of the model (recomputation is not counted) against 989 TFLOP/s.
+bfloat16, Megatron's distributed optimizer with torch's fused Adam, weights drawn at random, packed random tokens. A
+step is forward, backward, reduction of gradients and update. MFU counts three times the forward operations of the model
+(recomputation is not counted) against 989 TFLOP/s.
 `--dry` runs a tiny model on the CPU, without times that mean anything.
 """
 

@@ -78,7 +78,7 @@ def measure(servers: dict[str, Server], rounds: int) -> list[dict[str, Any]]:
     return records
 
 
-def context(python: str) -> dict[str, Any]:
+def context(python: str, rounds: int) -> dict[str, Any]:
     """Machine, versions, commit and command."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
@@ -94,7 +94,7 @@ def context(python: str) -> dict[str, Any]:
         "picks": f"{len(LAYER_IDS)} layers x {TOPK}",
         "commit": subprocess.run(commit, capture_output=True, text=True, cwd=ROOT).stdout.strip()
         or "unknown",
-        "command": "python benchmarks/server.py --python VLLM_PYTHON",
+        "command": f"python benchmarks/server.py --python VLLM_PYTHON --rounds {rounds}",
     }
 
 
@@ -124,7 +124,7 @@ def main() -> None:
             for server in servers.values():
                 server.stop()
     if options.out:
-        facts = context(options.python)
+        facts = context(options.python, options.rounds)
         options.out.write_text(json.dumps([record | facts for record in records], indent=1) + "\n")
 
 
