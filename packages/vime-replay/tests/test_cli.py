@@ -89,10 +89,12 @@ def test_inspect_guesses_the_ratio_and_finds_what_is_odd(tmp_path, capsys):
         (b"!!!!", "wire.base64"),
         (b'{"choices": [{"indexer_topk": null}]}', "is null: the server's flag is off"),
         (b'{"error": 1}', "JSON without choices"),
+        (b'{"choices": [1]}', "JSON without choices"),
+        (b'{"choices": [{"indexer', "not JSON"),
         (b"\xff\xfe\xfd", "codec can't decode"),
         (b"\x93VIMERP\x01rest", "read with a model's configuration; pass --hf DIR"),
     ],
-    ids=["missing", "base64", "null", "no-choices", "bytes", "encoded"],
+    ids=["missing", "base64", "null", "no-choices", "no-choice", "cut", "bytes", "encoded"],
 )
 def test_inspect_says_what_is_wrong(content, message, tmp_path, capsys):
     blob = tmp_path / "blob"
@@ -161,3 +163,30 @@ def test_report_refuses_other_files(content, tmp_path, capsys):
     assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
     assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("words", [("--ratio", "0"), ("--start", "-9")], ids=["ratio", "start"])
+def test_inspect_refuses_numbers_that_no_payload_has(words, tmp_path, capsys):
+    write("base64", tmp_path / "blob")
+    assert main(["inspect", str(tmp_path / "blob"), *words]) == 2
+    assert "expected --start >= 0 and --ratio >= 1" in capsys.readouterr().err
+
+
+def test_inspect_reads_the_text_part_of_a_configuration(tmp_path, hf, capsys):
+    write("base64", tmp_path / "blob")
+    (hf / "config.json").write_text(json.dumps({"text_config": CONFIG}))
+    assert main(["inspect", str(tmp_path / "blob"), "--hf", str(hf)]) == 0
+    assert "as the model has" in capsys.readouterr().out
+    (hf / "config.json").write_text("{")
+    assert main(["inspect", str(tmp_path / "blob"), "--hf", str(hf)]) == 2
+    assert "config.json: not JSON" in capsys.readouterr().err
+
+
+def test_report_never_writes_over_its_input_and_leaves_out_what_is_no_number(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    text = '{"step": "1"}\n{"step": 2, "indexer_replay/layer_1/decile_3/overlap_mean": NaN}\n'
+    path.write_text(text)
+    assert main(["report", str(path), "--out", str(path)]) == 2
+    assert path.read_text() == text
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "nan" not in (tmp_path / "page.html").read_text()

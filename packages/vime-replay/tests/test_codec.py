@@ -124,6 +124,9 @@ def test_long_contexts_need_more_than_two_bytes():
 
 
 def test_what_an_encoding_cannot_hold_is_refused():
+    wide = packing.spec_of(streams=1, topk=70000)
+    with pytest.raises(ReplayConfigError, match="expected at most 65535 picks a row, got 70000"):
+        encode_rows(np.full((1, 1, 70000), -1, np.int32), wide, "set-delta-z")
     spec = packing.spec_of()
     rows = packing.newest_first(5, spec)
     with pytest.raises(ReplayConfigError, match="expected one of u16, set-bitmap-z, set-delta-z, got 'zip'"):

@@ -220,7 +220,11 @@ REFUSED = {
     ),
     "bshd-short": ({"lengths": (9,), "fmt": "bshd", "max_seqlen": 8}, "at least 9, got 8; pass 9"),
     "rank": ({"lengths": (4,), "cp_size": 2, "cp_rank": 2}, "0 <= cp_rank < 2, got 2"),
-    "negative": ({"lengths": (4, -1)}, "no negative length"),
+    "negative": ({"lengths": (4, -1)}, "whole numbers from 0, got (4, -1)"),
+    "fraction": ({"lengths": (4.5,)}, "whole numbers from 0, got (4.5,)"),
+    "size": ({"lengths": (4,), "cp_size": 0}, "cp_size: expected at least 1, got 0"),
+    "tail-negative": ({"lengths": (4,), "tail": -3}, "tail: expected None, or rows from 0"),
+    "tail-bshd": ({"lengths": (4,), "tail": 2, "fmt": "bshd"}, "got 2 with bshd"),
     "mode": ({"lengths": (4,), "mode": "ring"}, "one of contiguous, zigzag, got 'ring'"),
     "odd": (
         {"lengths": (6,), "cp_size": 2, "query_order": "balanced"},

@@ -252,3 +252,23 @@ def test_without_torch_the_message_names_the_extra():
     code = "import sys; sys.modules['torch'] = None; import vime_replay.manager"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'vime-replay[torch]'" in done.stderr
+
+
+def test_two_microbatches_with_one_ticket_are_refused(spec, rows):
+    layers = Layers(spec)
+    batches = [layers.manager.pack(rows, LAYOUT, ticket=ReplayTicket(0, 0)) for _ in range(2)]
+    with pytest.raises(ReplayConfigError, match="microbatch 1: expected a ticket of its own"):
+        layers.manager.fill(batches)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"pad_policy": "zeros"}, "pad_policy: expected one of recompute, self, empty, got 'zeros'"),
+        ({"check_rows": 0}, "check_rows: expected at least 1, got 0"),
+    ],
+    ids=["pad-policy", "check-rows"],
+)
+def test_a_manager_refuses_what_it_does_not_know(spec, options, message):
+    with pytest.raises(ReplayConfigError, match=message):
+        ReplayManager(spec, **options)

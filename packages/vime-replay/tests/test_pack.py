@@ -5,6 +5,7 @@ import numpy as np
 import packing
 import pytest
 
+from vime_replay.codec import EncodedSource, encode_rows
 from vime_replay.errors import ReplayConfigError, ReplayDecodeError
 from vime_replay.layout import PackLayout
 from vime_replay.pack import pack_rows, unpack_rows
@@ -289,3 +290,19 @@ def test_a_part_that_is_missing_or_given_twice_is_refused():
         unpack_rows(parts[:1])
     with pytest.raises(ReplayConfigError, match="sample 0 row 0 stream 0 in one part, found it in 2"):
         unpack_rows([*parts, parts[0]])
+
+
+@pytest.mark.parametrize("word", [{"level": "full"}, {"order": "sort"}], ids=["level", "order"])
+def test_an_unknown_word_does_not_turn_a_check_off(word):
+    spec = packing.spec_of(streams=1, topk=2)
+    (name,) = word
+    with pytest.raises(ReplayConfigError, match=f"pack_rows: {name}: expected one of"):
+        pack_rows([packing.newest_first(4, spec)], spec, PackLayout((4,)), **word)
+
+
+def test_encoded_rows_that_start_late_are_no_rows_of_a_whole_sample():
+    spec = packing.spec_of(streams=1, topk=2)
+    rows = packing.newest_first(9, spec)
+    late = EncodedSource(encode_rows(rows[3:], spec, "u16", start=3), spec)
+    with pytest.raises(ReplayDecodeError, match="expected rows from position 0, got encoded rows from 3"):
+        pack_rows([late], spec, PackLayout((len(rows) - 2,)))

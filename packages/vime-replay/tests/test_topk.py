@@ -176,3 +176,23 @@ def test_a_schedule_that_needs_tickets_says_so():
             pytest.raises(ReplayConfigError, match="combined 1F1B needs keyed replay tickets"),
         ):
             layer(SCORES)
+
+
+def test_chunks_that_leave_out_rows_are_refused():
+    """Rows of another layout than the module's: every chunk finds rows, the last ones are never asked for."""
+    spec = packing.spec_of(streams=1, topk=2, ratio=1)
+    manager = ReplayManager(spec)
+
+    class Module(torch.nn.Module):
+        def forward(self, count):
+            topk = manager.wrap_topk(lambda scores, k, row_offset: scores.topk(k).indices.int())
+            return [topk(torch.rand(2, 6), 2, row_offset=at) for at in range(0, count, 2)]
+
+    module = Module()
+    manager.register(module, layer=spec.layer_ids[0])
+    manager.fill([manager.pack([packing.newest_first(6, spec)], PackLayout((6,)))])
+    with manager.stage("replay_forward"):
+        assert len(module(6)) == 3
+        manager.rewind_forward()
+        with pytest.raises(ReplayQueueError, match="replay has 6 rows, scores have 4"):
+            module(4)

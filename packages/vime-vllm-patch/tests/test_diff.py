@@ -133,3 +133,8 @@ def test_broken_patch_files_are_refused(text: str, message: str) -> None:
 def test_a_missing_line_end_is_kept() -> None:
     text = HEAD + "@@ -1,2 +1,2 @@\n a\n-b\n\\ No newline at end of file\n+c\n\\ No newline at end of file\n"
     assert apply(b"a\nb", b"a\nb", None, parse(text.encode(), "x")["vllm/x.py"]) == b"a\nc"
+
+
+def test_a_path_that_is_no_text_is_another_file() -> None:
+    text = b"--- a/vllm/\xff.py\n+++ b/vllm/\xff.py\n@@ -1 +1 @@\n-a\n+b\n"
+    assert list(parse(text, "x.patch")) == [r"vllm/\xff.py"]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vime_replay.errors import ReplayError
+from vime_replay.errors import ReplayError, ReplayPayloadError
 from vime_replay.inspection import inspect
 from vime_replay.report import read_records, render
 from vime_vllm_patch.wire import WireError
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in inspect(options.blob, hf=options.hf, ratio=options.ratio, start=options.start):
                 sys.stdout.write(line + "\n")
         else:
+            if options.out.resolve() in {path.resolve() for path in options.files}:
+                raise ReplayPayloadError(f"--out {options.out}: expected another file than the metrics")
             page = render(read_records(options.files), options.files[0].stem)
             options.out.write_text(page)
             sys.stdout.write(f"{options.out}\n")

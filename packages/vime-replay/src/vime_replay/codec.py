@@ -59,6 +59,10 @@ def encode_rows(
             f"rows to encode: expected int32 [rows, {spec.num_streams}, {spec.topk}], got {rows.dtype} of shape "
             f"{list(rows.shape)}"
         )
+    if spec.topk > UNUSED_NARROW:
+        raise ReplayConfigError(
+            f"rows to encode: expected at most {UNUSED_NARROW} picks a row, got {spec.topk}"
+        )
     available = spec.available(np.arange(start, start + len(rows)))
     if rows.size and (rows.min() < -1 or (rows.max(axis=(1, 2)) >= available).any()):
         raise ReplayConfigError(
@@ -110,7 +114,7 @@ class EncodedSource:
         self._spec, self._close = spec, close
         header, at = self._header(size or 0)
         self._encoding: str = header["encoding"]
-        self._start = header["start"]
+        self.start: int = header["start"]
         self.shape: Shape = (header["rows"], spec.num_streams, spec.topk)
         self.validated: bool = header["validated"]
         self._blocks = -(-self.shape[0] // BLOCK_ROWS)
@@ -141,7 +145,7 @@ class EncodedSource:
     def _block(self, stream: int, block: int) -> Picks:
         first = block * BLOCK_ROWS
         available = self._spec.available(
-            self._start + np.arange(first, min(first + BLOCK_ROWS, self.shape[0]))
+            self.start + np.arange(first, min(first + BLOCK_ROWS, self.shape[0]))
         )
         number = stream * self._blocks + block
         at, end = self._index[number], self._index[number + 1]

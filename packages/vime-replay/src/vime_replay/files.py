@@ -73,7 +73,8 @@ class FileSource:
         self._header = header
         streams, rows, topk = header.shape
         self.shape: Shape = (rows, streams, topk) if header.stream_major else header.shape
-        self.validated = header.metadata.get("validated") == "true"
+        # The note in a file holds for the bytes that were written; only `verify` knows that these are the same.
+        self.validated = False
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -92,7 +93,7 @@ class FileSource:
             self._read(target, (stream * total + rows.start) * topk * 4)
 
     def verify(self) -> None:
-        """Reads the whole file and compares its checksums, if it has any.
+        """Reads the whole file and compares its checksums, if it has any; a note that values are legal then counts.
 
         Raises:
             ReplayPayloadError: bytes differ from those that were written.
@@ -102,6 +103,7 @@ class FileSource:
         recorded = self.metadata.get("crc32")
         if recorded is not None and recorded != checksums(data):
             raise ReplayPayloadError("stored rows differ from what was written; write the file again")
+        self.validated = recorded is not None and self.metadata.get("validated") == "true"
 
     def close(self) -> None:
         """Closes the file."""

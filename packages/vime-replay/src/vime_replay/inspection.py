@@ -40,7 +40,10 @@ def inspect(path: Path, *, hf: Path | None = None, ratio: int | None = None, sta
     """
     if not path.is_file():
         raise ReplayPayloadError(f"{path}: expected a file with a payload, found none")
-    spec = indexer_spec(json.loads((hf / "config.json").read_text())) if hf is not None else None
+    if start < 0 or (ratio is not None and ratio < 1):
+        raise ReplayPayloadError(f"expected --start >= 0 and --ratio >= 1, got {start} and {ratio}")
+    config = None if hf is None else _json(hf / "config.json")
+    spec = None if config is None else indexer_spec(config.get("text_config", config))
     yield f"{path.name}: {path.stat().st_size} bytes"
     for name, rows in _arrays(path, spec):
         yield name
@@ -60,14 +63,24 @@ def _arrays(path: Path, spec: ReplaySpec | None) -> Iterator[tuple[str, Picks]]:
         elif start.startswith(NPY_MAGIC) or start[8:9] == b"{":
             yield f"{'.npy' if start.startswith(NPY_MAGIC) else 'safetensors'} file", _stored(file.fileno())
         elif start.lstrip()[:1] == b"{":
-            yield from _response(json.loads(path.read_text()))
+            yield from _response(_json(path))
         else:
             yield "base64 of a .npy file", wire.decode(path.read_text().strip(), allow_narrow=True)
 
 
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ReplayPayloadError(f"{path}: not JSON ({error}); is the file cut off?") from error
+    if not isinstance(value, dict):
+        raise ReplayPayloadError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
 def _response(body: Any) -> Iterator[tuple[str, Picks]]:
-    choices = body.get("choices", [])
-    if not choices:
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, dict) for each in choices):
         raise ReplayPayloadError("JSON without choices; expected a response of the server")
     for number, choice in enumerate(choices):
         field = choice.get(wire.FIELD)

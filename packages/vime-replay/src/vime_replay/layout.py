@@ -94,16 +94,16 @@ class PackLayout:
         for field, allowed in choices.items():
             value = getattr(self, field)
             require(value in allowed, field, f"one of {', '.join(allowed)}", repr(value), "pass one of these")
-        require(all(n >= 0 for n in self.lengths), "lengths", "no negative length", self.lengths, "drop it")
+        whole = all(isinstance(n, int | np.integer) and n >= 0 for n in self.lengths)
+        require(whole, "lengths", "whole numbers from 0", self.lengths, "pass token counts")
+        require(self.cp_size >= 1, "cp_size", "at least 1", self.cp_size, "pass 1 for no context parallelism")
+        rule, advice = f"0 <= cp_rank < {self.cp_size}", "pass rank and size of the context-parallel group"
+        require(0 <= self.cp_rank < self.cp_size, "cp_rank", rule, self.cp_rank, advice)
+        multiple = self.pad_multiple
+        require(multiple >= 1, "pad_multiple", "at least 1", multiple, "pass 1 for no padding")
+        fits = self.tail is None or (self.tail >= 0 and self.fmt == "thd")
         require(
-            0 <= self.cp_rank < self.cp_size,
-            "cp_rank",
-            f"0 <= cp_rank < {self.cp_size}",
-            self.cp_rank,
-            "pass rank and size of the context-parallel group",
-        )
-        require(
-            self.pad_multiple >= 1, "pad_multiple", "at least 1", self.pad_multiple, "pass 1 for no padding"
+            fits, "tail", "None, or rows from 0 with fmt thd", f"{self.tail} with {self.fmt}", "pass None"
         )
         if self.fmt == "bshd":
             longest, parts = max(self.lengths, default=0), self._parts

@@ -210,9 +210,10 @@ class ReplayManager(Selection):
             window: what packs them when needed, if it is not done yet.
 
         Raises:
-            ReplayConfigError: a microbatch of other streams.
+            ReplayConfigError: a microbatch of other streams, or two with one ticket.
         """
         count = rows = redone = nbytes = 0
+        tickets: set[ReplayTicket] = set()
         self.window = window or self.window
         for batch in microbatches:
             if batch.shape[0] != len(self.queues):
@@ -220,6 +221,13 @@ class ReplayManager(Selection):
                     f"microbatch {count}: expected rows of {len(self.queues)} streams {self.streams}, got "
                     f"{batch.shape[0]}; pack with streams=manager.streams"
                 )
+            if batch.ticket in tickets:
+                raise ReplayConfigError(
+                    f"microbatch {count}: expected a ticket of its own, got {batch.ticket} again; number the "
+                    "microbatches over all optimizer steps of the rollout step"
+                )
+            if batch.ticket is not None:
+                tickets.add(batch.ticket)
             for index, queue in enumerate(self.queues):
                 queue.push(Slot(batch, index), key=batch.ticket)
             count, rows, nbytes = count + 1, rows + batch.shape[1], nbytes + 4 * prod(batch.shape)

@@ -9,7 +9,7 @@ microbatch's key tensor: it grows by where the keys of its sample start, never b
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from vime_replay.sources import RowSource, as_source
 from vime_replay.spec import Ints, ReplaySpec
 
 Order = Literal["sorted", "keep"]
+PackLevel = Literal["off", "range"]
 UNRECORDED = -1
 # -1 as an unsigned number: unused slots are the largest entries, so that sorting puts them last.
 UNUSED = 0xFFFFFFFF
@@ -58,7 +59,7 @@ def pack_rows(
     streams: Sequence[int] | None = None,
     local: slice | None = None,
     out: Picks | None = None,
-    level: Literal["off", "range"] = "range",
+    level: PackLevel = "range",
     order: Order = "sorted",
 ) -> PackedRows:
     """The microbatch's rows for one rank.
@@ -77,6 +78,11 @@ def pack_rows(
         ReplayDecodeError: rows that do not fit their sample, or an entry that its query may not pick.
         ReplayConfigError: arguments that do not fit each other.
     """
+    for value, kind, name in ((level, PackLevel, "level"), (order, Order, "order")):
+        if value not in get_args(kind):
+            raise ReplayConfigError(
+                f"pack_rows: {name}: expected one of {', '.join(get_args(kind))}, got {value!r}; pass one of these"
+            )
     wanted = tuple(range(spec.num_streams) if streams is None else streams)
     window = slice(*(local or slice(None)).indices(layout.local_rows)[:2])
     shape = (len(wanted), window.stop - window.start, spec.topk)
@@ -209,6 +215,12 @@ def _opened(sources: Sequence[Any], spec: ReplaySpec, layout: PackLayout) -> lis
         )
     opened = [None if value is None else as_source(value) for value in sources]
     for sample, (source, length) in enumerate(zip(opened, layout.lengths, strict=True)):
+        if start := getattr(source, "start", 0):
+            raise ReplayDecodeError(
+                "shape.rows",
+                sample,
+                f"expected rows from position 0, got encoded rows from {start}; join them with those before",
+            )
         expected = (max(length - 1, 0), spec.num_streams, spec.topk)
         if source is not None and tuple(source.shape) != expected:
             wrong = [i for i in range(3) if source.shape[i] != expected[i]]

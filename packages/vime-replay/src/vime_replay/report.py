@@ -5,6 +5,7 @@ Reads the lines that `sinks.JsonLinesSink` writes. The page needs nothing else: 
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -57,9 +58,10 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 record = json.loads(line)
-                records.append(
-                    {str(name): float(value) for name, value in record.items()} | {"step": record["step"]}
-                )
+                numbers = {str(name): float(value) for name, value in record.items()}
+                # A number that is none leaves a gap in the page.
+                finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+                records.append(finite | {"step": finite["step"]})
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ReplayPayloadError(
                     f"{path}: line {number}: expected an object of numbers with a step, got {line[:40]!r}"

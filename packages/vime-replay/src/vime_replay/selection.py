@@ -12,7 +12,7 @@ in `manager`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,15 @@ class Selection:
     def __init__(
         self, *, enabled: bool, pad_policy: PadPolicy, tickets_for: str, check: Check | None, check_rows: int
     ) -> None:
+        if pad_policy not in get_args(PadPolicy):
+            raise ReplayConfigError(
+                f"ReplayManager: pad_policy: expected one of {', '.join(get_args(PadPolicy))}, got {pad_policy!r}; "
+                "pass one of these"
+            )
+        if check_rows < 1:
+            raise ReplayConfigError(
+                f"ReplayManager: check_rows: expected at least 1, got {check_rows}; pass check=None to compare none"
+            )
         if check is not None and pad_policy != "recompute":
             raise ReplayConfigError(
                 f"ReplayManager: expected pad_policy 'recompute' with a check, got {pad_policy!r}; a check compares "

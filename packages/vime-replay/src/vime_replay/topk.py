@@ -49,12 +49,14 @@ class Running:
         ticket: of the microbatch, or None.
         recorded: picks of the chunks so far.
         replayed: picks of all rows, and the rows to compute anew, once they were asked for.
+        asked: rows that chunks have asked for so far, up to the end of the last one.
     """
 
     queue: ReplayQueue
     ticket: ReplayTicket | None
     recorded: list[torch.Tensor] = field(default_factory=list)
     replayed: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    asked: int = 0
 
 
 def hook(module: torch.nn.Module, manager: "Selection", queue: ReplayQueue) -> None:
@@ -69,6 +71,8 @@ def hook(module: torch.nn.Module, manager: "Selection", queue: ReplayQueue) -> N
         # A module that raised has no output, and perhaps only some of its rows.
         if ended.recorded and output is not None:
             manager.record(ended.queue, torch.cat(ended.recorded), ended.ticket)
+        if ended.replayed is not None and output is not None:
+            manager.require_rows(len(ended.replayed[0]), ended.asked, ended.queue)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     # Also when the module raises: the step may be repeated.
@@ -135,6 +139,7 @@ def _replayed(
     picks, redo = layer.replayed
     part = picks[first : first + rows]
     manager.require_rows(len(part), rows, layer.queue)
+    layer.asked = max(layer.asked, first + rows)
     if redo is None:
         return part
     inside = redo[(redo >= first) & (redo < first + rows)] - first

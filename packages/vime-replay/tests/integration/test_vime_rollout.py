@@ -64,6 +64,10 @@ ERRORS = {
         lambda choice: choice.update(indexer_topk_layer_ids=[1, 3, 5]),
         r"expected layers \[1, 3, 4\] in 3 streams, the server sent layers \[1, 3, 5\]",
     ),
+    "null without an abort": (
+        lambda choice: choice.update(indexer_topk=None, finish_reason="stop"),
+        "got null after finish_reason 'stop'; start the server with --enable-return-indexer-topk",
+    ),
     "broken text": (lambda choice: choice.update(indexer_topk="?"), r"wire\.(base64|size)|npy"),
 }
 
@@ -104,6 +108,10 @@ def test_flags_that_do_not_go_together(parse):
         parse("--rollout-indexer-topk-num-streams", "6")
     with pytest.raises(ReplayConfigError, match=r"--indexer-replay-check-interval: expected .* got empty"):
         parse("--indexer-replay-check-interval", "2", "--indexer-replay-pad-policy", "empty")
+    with pytest.raises(ReplayConfigError, match=r"--indexer-replay-missing recompute: expected .* got empty"):
+        parse("--indexer-replay-missing", "recompute", "--indexer-replay-pad-policy", "empty")
+    with pytest.raises(ReplayConfigError, match="--indexer-replay-check-rows: expected at least 1, got 0"):
+        parse("--indexer-replay-check-rows", "0")
     args.use_rollout_indexer_replay, args.use_rollout_logprobs = False, True
     with pytest.raises(ReplayConfigError, match="got --use-rollout-logprobs, which skips it"):
         validate_arguments(args)
@@ -140,3 +148,16 @@ def test_the_rollouts_half_needs_no_torch(vime):
         "from vime_replay.integrations.vime import apply_choice, spill_indexer_topk, append_rows, add_arguments, check"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_sample_without_a_mask_counts_whole_and_is_not_spilled_with_rows_missing(parse, server):
+    from vime_replay.errors import ReplayDecodeError
+
+    args, sample = parse(), sample_of(1, 9)
+    generate(args, sample)
+    sample.append_response_tokens(args, tokens=[50, 51])
+    sample.loss_mask = None
+    with pytest.raises(ReplayDecodeError, match="tokens without rows count in the loss"):
+        spill(args, sample)
+    sample.rollout_indexer_topk = None
+    assert spill(args, sample).rollout_indexer_topk is None

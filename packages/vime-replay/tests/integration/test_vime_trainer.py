@@ -179,3 +179,37 @@ def test_a_check_counts_disagreements_of_rows_that_choose(parse, server):
     assert check.metrics.table.sum(axis=(0, 1, 2))[0] == choosing
     assert values["indexer_replay/overlap_mean"] == pytest.approx(2 / 3)
     assert values["indexer_replay/exact_rows"] == 0
+
+
+def test_a_sample_that_counts_but_has_no_rows_is_named(parse):
+    """A rollout server without its flag answers null: nothing would be replayed, and no layer would notice."""
+    from vime.backends.megatron_utils.data import DataIterator  # noqa: TID251
+
+    from vime_replay.errors import ReplayDecodeError
+    from vime_replay.integrations.vime import IndexerReplay, Parallel, make_manager
+
+    args = parse()
+    replay = IndexerReplay(args, make_manager(args), Parallel())
+    data = {"tokens": [[1, 2, 3]] * 2, "rollout_indexer_topk": [None, None], "loss_masks": [[0], [1]]}
+    with pytest.raises(
+        ReplayDecodeError, match="sample 1: rollout_indexer_topk is empty though the sample counts"
+    ):
+        replay.fill([DataIterator(data, 2)], [1], data)
+    data["loss_masks"][1] = torch.zeros(1)
+    assert replay.fill([DataIterator(data, 2)], [1], data).microbatches == 1
+
+
+@pytest.mark.parametrize("ratio, offsets", [(1, [0, 0]), (4, [0, 2])], ids=["host-dsa", "dsv4"])
+def test_keys_of_a_batch_are_counted_as_the_model_counts_them(parse, ratio, offsets):
+    """Megatron's `dsa` scores [b, s, s], so its picks count keys of one sample."""
+    import packing
+
+    from vime_replay.integrations.vime import IndexerReplay, Parallel
+    from vime_replay.manager import ReplayManager
+
+    args = parse()
+    args.qkv_format = "bshd"
+    replay = IndexerReplay(args, ReplayManager(packing.spec_of(ratio=ratio)), Parallel())
+    assert replay.layout([6, 5], 8).key_offsets(ratio).tolist() == offsets
+    args.qkv_format = "thd"
+    assert replay.layout([6, 5]).key_offsets(1).tolist() == [0, 6]

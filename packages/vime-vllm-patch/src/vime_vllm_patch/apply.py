@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from vime_vllm_patch import __version__, diff
@@ -118,12 +118,19 @@ def revert(tree: Tree) -> bool:
                 advice = f"undo it with `patch -R -p1` and {PATCH} of that tool"
                 raise PatchError(f"{tree.root}: patched, but not by this command (no receipt); {advice}")
             raise PatchError(_refusal(tree, found, None))
+        if tree.stale:
+            # Only what the installer did not know is ours; the other files are of the vLLM that is here now.
+            added = {path for path, digest in receipt.before.items() if not digest}
+            ours = {path: "" for path in added if tree.hash(path) == receipt.after[path]}
+            _restore(tree, replace(receipt, before=ours))
+            return True
         found = tree.inspect()
         if found.state == "drifted":
             raise PatchError(_refusal(tree, found, None))
         for path, expected in receipt.before.items():
-            if expected and sha256((tree.root / ORIGINALS / path).read_bytes()) != expected:
-                raise PatchError(f"{tree.root / ORIGINALS / path}: expected the original; reinstall vLLM")
+            kept = tree.root / ORIGINALS / path
+            if expected and (not kept.is_file() or sha256(kept.read_bytes()) != expected):
+                raise PatchError(f"{kept}: expected the original; reinstall vLLM")
         _restore(tree, receipt)
         return True
 

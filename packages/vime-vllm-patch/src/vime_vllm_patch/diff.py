@@ -97,7 +97,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 def _path(line: bytes, name: str, at: int) -> str | None:
-    path = line[4:].split(b"\t")[0].strip().decode()
+    path = line[4:].split(b"\t")[0].strip().decode(errors="backslashreplace")
     if path == "/dev/null":
         return None
     prefix, _, rest = path.partition("/")

@@ -70,6 +70,10 @@ def load(version: str) -> Manifest:
         public = version
     if public not in supported():
         advice = f"supported are {', '.join(supported())}; install one of them"
+        if version == "?":
+            raise Unsupported(
+                f"no version of vLLM was found beside `vllm/` (its dist-info is missing); {advice}"
+            )
         raise Unsupported(f"vLLM {version}: there is no patch for this version; {advice}")
     stored = json.loads(_DATA.joinpath("manifests", f"{public}.json").read_text())
     patch = read_patch(public)

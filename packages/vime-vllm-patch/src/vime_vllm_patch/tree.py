@@ -138,6 +138,16 @@ class Tree:
                 f"{path}: cannot read the receipt ({error}); reinstall vLLM and apply again"
             ) from error
 
+    @property
+    def stale(self) -> bool:
+        """Whether an installer put another vLLM over a patched one: it leaves the stamp and the files that we added."""
+        receipt = self.receipt
+        if receipt is None or self._dist_info is None or receipt.version == self.version:
+            return False
+        return not any(
+            digest and self.hash(path) == receipt.after[path] for path, digest in receipt.before.items()
+        )
+
     def hash(self, path: str) -> str:
         """Hash of a file; "" if there is none."""
         file = self.root / path
@@ -167,6 +177,9 @@ class Tree:
         return Findings("half-patched" if patched else "drifted", found.reasons)
 
     def _against(self, receipt: Receipt) -> Findings:
+        if self.stale:
+            was = f"left by the patch of vLLM {receipt.version}; {self.version} was installed over it"
+            return Findings("half-patched", [f"{STAMP}: {was}"])
         other = receipt.earlier is not None
         hashes = {path: self.hash(path) for path in receipt.after}
         if hashes == receipt.after:

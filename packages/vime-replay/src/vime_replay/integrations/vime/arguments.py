@@ -63,6 +63,16 @@ def validate_arguments(args: Namespace) -> None:
             "--use-indexer-replay: expected a pass of log-probabilities that records picks, got "
             "--use-rollout-logprobs, which skips it; replay the rollout's picks with --use-rollout-indexer-replay"
         )
+    limits = {"prefetch_microbatches": 0, "check_interval": 0, "check_rows": 1}
+    for name, least in limits.items():
+        if (value := getattr(args, f"indexer_replay_{name}")) < least:
+            flag = f"--indexer-replay-{name.replace('_', '-')}"
+            raise ReplayConfigError(f"{flag}: expected at least {least}, got {value}; leave it out")
+    if args.indexer_replay_missing != "error" and args.indexer_replay_pad_policy != "recompute":
+        raise ReplayConfigError(
+            f"--indexer-replay-missing {args.indexer_replay_missing}: expected --indexer-replay-pad-policy recompute, "
+            f"got {args.indexer_replay_pad_policy}; rows without a capture are selected anew"
+        )
     if args.indexer_replay_check_interval and args.indexer_replay_pad_policy != "recompute":
         raise ReplayConfigError(
             "--indexer-replay-check-interval: expected --indexer-replay-pad-policy recompute, got "

@@ -36,11 +36,11 @@ def apply_choice(args: Namespace, sample: Any, choice: dict[str, Any], *, start:
     Args:
         args: vime's arguments.
         sample: the sample, whose `rollout_indexer_topk` is replaced.
-        choice: one choice of the server's response. A null field (aborted before any pass) keeps what is held.
+        choice: one choice of the server's response. A null field of an aborted request keeps what is held.
         start: `indexer_topk_prompt_start` of the request.
 
     Raises:
-        ReplayDecodeError: no field, or rows that do not fit the tokens.
+        ReplayDecodeError: no field, no rows though the request ran, or rows that do not fit the tokens.
         ReplayConfigError: rows of other layers than the model's.
     """
     if not getattr(args, "use_rollout_indexer_replay", False):
@@ -56,6 +56,14 @@ def apply_choice(args: Namespace, sample: Any, choice: dict[str, Any], *, start:
     if choice.get("indexer_topk_layer_ids") is not None:
         spec.check_layer_ids(choice["indexer_topk_layer_ids"])
     if choice["indexer_topk"] is None:
+        # vime's meta_info may not say why a request ended; the trainer then names the sample without rows.
+        if choice.get("finish_reason") not in (None, "abort"):
+            raise ReplayDecodeError(
+                "wire.type",
+                sample.index,
+                f"expected rows in indexer_topk, got null after finish_reason {choice['finish_reason']!r}; start the "
+                "server with --enable-return-indexer-topk, and do not send return_indexer_topk=false",
+            )
         return
     new = decode_rows(
         choice["indexer_topk"],
@@ -135,7 +143,8 @@ async def spill_indexer_topk(
         if Path(value.path).parent.resolve() != target.resolve():
             setattr(sample, FIELD, value.link(path))
         return sample
-    loss_mask = sample.loss_mask or []
+    # Without a mask vime takes loss from the whole response.
+    loss_mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
     if value is None and any(loss_mask):
         # The trainer names the sample; a file of nothing would hide it.
         return sample

@@ -8,7 +8,7 @@ over a `ReplayManager`, so both are driven from the same lines. Layouts are thos
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -235,9 +235,11 @@ class IndexerReplay:
 
     def layout(self, lengths: Sequence[int], max_seqlen: int | None = None) -> PackLayout:
         """Of a microbatch with samples of these lengths."""
-        return batch_layout(
-            self.args, lengths, self.parallel, query_order=self.query_order, max_seqlen=max_seqlen
-        )
+        order = self.query_order
+        made = batch_layout(self.args, lengths, self.parallel, query_order=order, max_seqlen=max_seqlen)
+        # Megatron's own indexers count keys of each sample of a batch; DeepSeek-V4's counts those of the whole batch.
+        own = made.fmt == "bshd" and self.manager.spec.ratio == 1
+        return replace(made, key_space="sample") if own else made
 
     def fill(
         self, data_iterator: Sequence[Any], num_microbatches: Sequence[int], rollout_data: dict[str, Any]
@@ -250,6 +252,7 @@ class IndexerReplay:
                 None,
                 f"{key} is required in rollout data when --use-rollout-indexer-replay is set",
             )
+        _require_rows_of_loss(key, rollout_data)
         self.manager.clear()
         self.step += 1
         interval = getattr(self.args, "indexer_replay_check_interval", 0)
@@ -310,6 +313,16 @@ def fill_indexer_replay(
     """
     report: FillReport = actor.indexer_replay.fill(data_iterator, num_microbatches, rollout_data)
     return report
+
+
+def _require_rows_of_loss(key: str, rollout_data: dict[str, Any]) -> None:
+    """Raises for a sample without any rows whose response counts: it would be selected afresh, not replayed."""
+    masks = rollout_data.get("loss_masks")
+    for sample, rows in enumerate(rollout_data[key]):
+        if rows is None and (masks is None or bool(torch.as_tensor(masks[sample]).any())):
+            advice = "start servers with --enable-return-indexer-topk"
+            detail = f"{key} is empty though the sample counts in the loss; {advice}"
+            raise ReplayDecodeError("value.hole", sample, detail)
 
 
 def _compare(packed: Any, layout: PackLayout, number: int) -> None:
