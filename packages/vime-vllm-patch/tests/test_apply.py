@@ -303,7 +303,7 @@ def test_other_versions_are_unsupported(tmp_path: Path, data: Path, fake: Simple
     with pytest.raises(Unsupported, match=r"vLLM 0\.31\.2: there is no patch.*supported are 0\.32\.0"):
         apply.apply(Tree(tmp_path / "old"))
     fake.write(tmp_path / "unknown", {"vllm/__init__.py": "", "vllm/config/aux_output.py": "x = 1\n"})
-    with pytest.raises(Unsupported, match=r"vLLM \?"):
+    with pytest.raises(Unsupported, match="no version of vLLM was found"):
         apply.apply(find(tmp_path / "unknown"))
 
 
@@ -333,30 +333,3 @@ def test_verify_names_a_missing_field(tree: Tree, data: Path) -> None:
     assert apply.verify(tree) == [
         "vllm/sampling_params.py: expected a field return_indexer_topk in class SamplingParams, found none"
     ]
-
-
-def test_another_vllm_installed_over_a_patched_one(tree: Tree, fake: SimpleNamespace) -> None:
-    """Installers leave files that they do not know: the stamp and the files that the patch added."""
-    apply.apply(tree)
-    newer = {path: text + "# newer\n" for path, text in fake.pristine.items()}
-    fake.write(tree.root, newer)
-    metadata = next(tree.root.glob("*.dist-info")) / "METADATA"
-    metadata.write_text(metadata.read_text().replace("0.32.0", "0.33.0"))
-    now = Tree(tree.root)
-    with pytest.raises(
-        PatchError, match=r"0\.33\.0\+cpu was installed over it(.|\n)*run `vime-vllm-patch revert`"
-    ):
-        apply.apply(now)
-    assert apply.revert(now)
-    assert not (tree.root / NEW_FILE).exists()
-    assert not (tree.root / RECEIPT.parent).exists()
-    for path, text in newer.items():
-        assert (tree.root / path).read_text() == text
-
-
-def test_originals_that_are_gone_are_named(tree: Tree) -> None:
-    apply.apply(tree)
-    shutil.rmtree(tree.root / RECEIPT.parent / "originals")
-    with pytest.raises(PatchError, match="expected the original; reinstall vLLM"):
-        apply.revert(tree)
-    assert apply.verify(tree) == []
