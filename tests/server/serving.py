@@ -106,6 +106,14 @@ def incomplete_rows(picks_RLK: np.ndarray, prompt_start: int = 0) -> list[int]:
     return bad
 
 
+def environment() -> dict[str, str]:
+    """Environment variables of a process that runs vLLM on the CPU."""
+    ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    settings = {"TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    settings |= {"OMP_NUM_THREADS": "2", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    return ours | settings
+
+
 class Server:
     """A running server.
 
@@ -121,17 +129,14 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log = log
-        settings = {"TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        settings |= {"OMP_NUM_THREADS": "2", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--distributed-executor-backend", "uni"]
         command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "4"]
         command += ["--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS), *flags]
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment | settings
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment()
             )
 
     def wait(self, seconds: float) -> None:
