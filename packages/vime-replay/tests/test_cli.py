@@ -91,7 +91,7 @@ def test_inspect_guesses_the_ratio_and_finds_what_is_odd(tmp_path, capsys):
         (b'{"error": 1}', "JSON without choices"),
         (b'{"choices": [1]}', "JSON without choices"),
         (b'{"choices": [{"indexer', "not JSON"),
-        (b"\xff\xfe\xfd", "codec can't decode"),
+        (b"\xff\xfe\xfd", "blob: expected base64 text, JSON"),
         (b"\x93VIMERP\x01rest", "read with a model's configuration; pass --hf DIR"),
     ],
     ids=["missing", "base64", "null", "no-choices", "no-choice", "cut", "bytes", "encoded"],
@@ -154,14 +154,16 @@ def test_report_is_one_page_with_a_heat_map(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "nonsense\n", '{"a": 1}\n', '{"step": "x"}\n', "[1]\n"], ids=repr
+    "content", [None, b"", b"nonsense\n", b'{"a": 1}\n', b'{"step": "x"}\n', b"[1]\n", b"\xff\n"], ids=repr
 )
 def test_report_refuses_other_files(content, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content)
     assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "expected" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected" in said
+    assert str(path) in said
     assert not (tmp_path / "page.html").exists()
 
 

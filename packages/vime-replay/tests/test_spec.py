@@ -118,6 +118,10 @@ def test_lists_of_layers_are_compared_not_their_lengths():
     for wrong in (other, spec.layer_ids[:-1], [*spec.layer_ids, 80]):
         with pytest.raises(ReplayConfigError, match="serve the checkpoint that the trainer loaded"):
             spec.check_layer_ids(wrong)
+    with pytest.raises(
+        ReplayConfigError, match="expected indexer_topk_layer_ids to be a list of layers, got 5"
+    ):
+        spec.check_layer_ids(5)
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,9 @@ def test_files_elsewhere_or_missing_are_refused(tmp_path):
             store.open_rows(path, SPEC, root=root)
     with pytest.raises(ReplayPayloadError, match="cannot be opened"):
         store.open_rows(root / "missing", SPEC)
+    for io in ("pread", "mmap"):
+        with pytest.raises(ReplayPayloadError, match=r"root: cannot be opened \(Is a directory\)"):
+            store.open_rows(root, SPEC, io=io)
     with pytest.raises(ReplayConfigError, match="io: expected pread or mmap"):
         store.open_rows(tmp_path / "rows", SPEC, io="aio")
 

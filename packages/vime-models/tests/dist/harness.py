@@ -26,6 +26,22 @@ ORDER: dict[str, Any] = json.loads(os.environ.get("VIME_DIST", "{}"))
 DEVICE: Device = ORDER.get("device", "cpu")
 
 
+class Results(dict[str, list[Any]]):
+    """What the ranks returned, by case. A case that did not end raises what went wrong, when it is asked for.
+
+    Args:
+        found: results of the cases that ended.
+        trouble: why there are no others.
+    """
+
+    def __init__(self, found: Mapping[str, list[Any]], trouble: str) -> None:
+        super().__init__(found)
+        self.trouble = trouble
+
+    def __missing__(self, case: str) -> list[Any]:
+        raise RuntimeError(f"{case} did not end: {self.trouble or 'it was not asked for'}")
+
+
 def launch(
     worker: Path,
     world: int,
@@ -33,8 +49,10 @@ def launch(
     *args: str | Path,
     timeout: float = 300,
     device: Device = "cpu",
-) -> dict[str, list[Any]]:
+) -> Results:
     """For each case, what the ranks returned, by rank.
+
+    When a rank fails or the time is over, the cases that ended before are still there; asking for another one raises.
 
     Args:
         worker: script that calls `serve`, after its imports and nothing else.
@@ -45,7 +63,7 @@ def launch(
         device: "cuda" for nccl with a device per rank.
 
     Raises:
-        RuntimeError: a rank failed, or the time is over; with the end of what the ranks printed.
+        RuntimeError: a rank failed after its last case.
     """
     with tempfile.TemporaryDirectory(prefix="vime-dist-") as scratch:
         order = {"world": world, "cases": list(cases), "scratch": scratch, "device": device}
@@ -55,16 +73,21 @@ def launch(
             orders = [order]
         starts = [_start(worker, args, order) for order in orders]
         try:
-            trouble = _outcome(starts, timeout)
+            outcome = _outcome(starts, timeout)
         finally:
             # The sessions: also ranks that wait for a dead one, and children of ranks.
             for start in starts:
                 _kill(start)
-        if trouble:
+        trouble = ""
+        if outcome:
             logs = sorted(Path(scratch).glob("*.log"))
             tails = "\n".join(f"--- {log.stem}\n{log.read_text()[-2500:]}" for log in logs)
-            raise RuntimeError(f"{worker.name}, world {world}, cases {', '.join(cases)}: {trouble}\n{tails}")
-        return {name: json.loads((Path(scratch) / f"{name}.json").read_text()) for name in cases}
+            trouble = f"{worker.name}, world {world}, cases {', '.join(cases)}: {outcome}\n{tails}"
+        ended = {name: Path(scratch) / f"{name}.json" for name in cases}
+        found = {name: json.loads(path.read_text()) for name, path in ended.items() if path.exists()}
+        if trouble and len(found) == len(ended):
+            raise RuntimeError(trouble)
+        return Results(found, trouble)
 
 
 def _start(worker: Path, args: Sequence[str | Path], order: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -160,7 +183,10 @@ def _run(rank: int, cases: Mapping[str, Callable[[], Any]]) -> None:
         results: list[Any] = [None] * world
         dist.all_gather_object(results, case())
         if rank == 0:
-            (scratch / f"{name}.json").write_text(json.dumps(results))
+            # Under another name first: a rank may be killed while it writes.
+            part = scratch / f"{name}.part"
+            part.write_text(json.dumps(results))
+            part.rename(scratch / f"{name}.json")
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
     bringup.destroy_world()
 

@@ -141,8 +141,8 @@ def save_and_resume(layout: str) -> dict[str, Any]:
 def load_elsewhere(layout: str, source: str) -> dict[str, Any]:
     """Weights of one layout in another, and on GPUs the optimizer's state: relative differences of the next losses.
 
-    Megatron keeps a second optimizer for experts if they are spread over ranks, so state moves only between layouts that
-    both do that, or neither.
+    Megatron keeps a second optimizer for experts if they are spread over ranks, so state moves only between layouts
+    that both do that, or neither.
     """
     trainer = Trainer(build(layout, SAVED / source))
     moments = DEVICE == "cuda" and ("ep" in FLAGS[source][0]) == ("ep" in FLAGS[layout][0])

@@ -125,11 +125,17 @@ def train_step(wrapped: list[Any], precision: str) -> Step:
     return step
 
 
-def forward_backward(wrapped: list[Any], precision: str, first: int = 0) -> Step:
-    """Logits and losses; the gradients are in the buffers of DDP, summed from microbatch `first` on."""
+def forward_backward(
+    wrapped: list[Any], precision: str, *, first: int = 0, packed: bool | None = None
+) -> Step:
+    """Logits and losses; the gradients are in the buffers of DDP, summed from microbatch `first` on.
+
+    Microbatches are packed with context parallelism, or as `packed` says.
+    """
     step, config = Step(), wrapped[0].config
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    packed = parallel_state.get_context_parallel_world_size() > 1
+    if packed is None:
+        packed = parallel_state.get_context_parallel_world_size() > 1
     every = list(enumerate(microbatches(packed)))
     batches = (every[first:] + every[:first])[rank::size]
 

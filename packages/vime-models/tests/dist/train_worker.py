@@ -5,6 +5,7 @@ The directory of the checkpoint is given. Megatron checks for CUDA tensors, so t
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,29 @@ from harness import serve
 from layouts import LAYOUTS, NCCL_LAYOUTS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from step import build, forward_backward, load, wrap
+from worker import unsummed_key_gradients
 
 CHECKPOINT = Path(sys.argv[1]) / "checkpoint"
 STEPS = 20
 
 
-def curve(first: int = 0, **layout: Any) -> list[float]:
+def curve(
+    first: int = 0,
+    packed: bool | None = None,
+    plant: Callable[[Any], None] | None = None,
+    **layout: Any,
+) -> list[float]:
     """Mean loss of each step.
 
     Args:
         first: microbatch that is summed first; what it changes is rounding.
+        packed: as in `forward_backward`.
+        plant: puts a bug into the model.
         **layout: options of the build.
     """
     chunks = load(build("bfloat16", **layout), CHECKPOINT)
+    if plant is not None:
+        plant(chunks[0])
     wrapped = wrap(chunks, use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     settings = OptimizerConfig(
         optimizer="adam",
@@ -41,7 +52,7 @@ def curve(first: int = 0, **layout: Any) -> list[float]:
     optimizer = get_megatron_optimizer(settings, wrapped)
     losses = []
     for _ in range(STEPS):
-        step = forward_backward(wrapped, "bfloat16", first)
+        step = forward_backward(wrapped, "bfloat16", first=first, packed=packed)
         optimizer.step()
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, step.losses)
@@ -50,8 +61,11 @@ def curve(first: int = 0, **layout: Any) -> list[float]:
     return losses
 
 
-CASES = {f"one-{first}": partial(curve, first) for first in range(4)} | {
-    name: partial(curve, **options) for name, (_, options) in (LAYOUTS | NCCL_LAYOUTS).items()
+CASES = {
+    **{f"one-{first}": partial(curve, first) for first in range(4)},
+    **{f"packed-{first}": partial(curve, first, packed=True) for first in range(4)},
+    **{name: partial(curve, **options) for name, (_, options) in (LAYOUTS | NCCL_LAYOUTS).items()},
+    "tp2-unsummed-keys": partial(curve, plant=unsummed_key_gradients, tp=2),
 }
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ DIST = Path(__file__).parents[1] / "dist"
 # Test modules and workers import the modules beside them and those of tests/dist by name.
 sys.path[:0] = [str(DIST), str(Path(__file__).parent)]
 
-from harness import launch  # noqa: E402
+from harness import Results, launch  # noqa: E402
+from worlds import NOT_HERE, WORLDS  # noqa: E402
 
-Results = dict[str, list[Any]]
 Ranks = Callable[..., Results]
 
 
@@ -35,3 +35,16 @@ def ranks(one_gpu: Path) -> Ranks:
         return launch(script, world, cases, one_gpu, device="cuda")
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints the measured differences, and which world sizes this machine is too small for."""
+    terminalreporter.section("several GPUs")
+    reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, [])]
+    for report in reports:
+        if values := dict(getattr(report, "user_properties", ())):
+            found = ", ".join(f"{name} {value:.2g}" for name, value in values.items())
+            terminalreporter.write_line(f"{report.nodeid.rpartition('/')[2]}: {found}")
+    terminalreporter.write_line(
+        f"world sizes run: {WORLDS or 'none'}, not on this machine: {NOT_HERE or 'none'}"
+    )

@@ -6,8 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from harness import Results
 from layouts import LAYOUTS, NCCL_LAYOUTS
-from worlds import WORLDS
+from worlds import WORLDS, record_largest
 
 # Relative. float64 runs the torch ops and proves what is sent where; float32 runs the Triton kernels, TF32 off.
 LIMITS = {"float64": (1e-12, 1e-11), "float32": (2e-6, 1e-4)}
@@ -23,17 +24,17 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewe
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Any) -> Any:
+def result_of(ranks: Any) -> Any:
+    """`result_of(size, case, precision)`: what the ranks returned."""
+
     @cache
-    def of_world(size: int) -> dict[str, list[Any]]:
-        found = {}
+    def starts(size: int) -> dict[str, Results]:
         # Both precisions at once: the models are small, and most of the time is spent on the host.
         with ThreadPoolExecutor() as pool:
-            for part in pool.map(lambda precision: ranks(size, cases(size, precision)), LIMITS):
-                found |= part
-        return found
+            started = pool.map(lambda precision: ranks(size, cases(size, precision)), LIMITS)
+            return dict(zip(LIMITS, started, strict=True))
 
-    return of_world
+    return lambda size, case, precision: starts(size)[precision][case]
 
 
 def cases(size: int, precision: str) -> list[str]:
@@ -42,9 +43,11 @@ def cases(size: int, precision: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size, case", CASES, ids=[case for _, case in CASES])
-def test_equals_one_gpu(results: Any, size: int, case: str) -> None:
-    logits, grads = LIMITS[case.rsplit("-", 1)[1]]
-    ranks = results(size)[case]
+def test_equals_one_gpu(result_of: Any, size: int, case: str, record_property: Any) -> None:
+    precision = case.rsplit("-", 1)[1]
+    logits, grads = LIMITS[precision]
+    ranks = result_of(size, case, precision)
+    record_largest(record_property, ranks, "logits", "grads", "losses")
     assert len(ranks) == size
     for result in ranks:
         assert result["logits"] <= logits, result
@@ -56,7 +59,7 @@ def test_equals_one_gpu(results: Any, size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_a_gradient_that_is_not_summed_over_ranks_shows(results: Any, case: str) -> None:
-    for result in results(2)[case]:
+def test_a_gradient_that_is_not_summed_over_ranks_shows(result_of: Any, case: str) -> None:
+    for result in result_of(2, case, "float64"):
         assert result["logits"] <= LIMITS["float64"][0]
         assert result["grads"] > 1e-2

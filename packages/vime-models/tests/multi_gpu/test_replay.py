@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import launch
-from worlds import DIST, WORLDS
+from worlds import DIST, WORLDS, record_largest
 
 CASES = [
     "contiguous-float64",
@@ -29,8 +29,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_gradients_and_picks_are_those_of_single_sequences(two: Any, case: str) -> None:
+def test_outputs_gradients_and_picks_are_those_of_single_sequences(
+    two: Any, case: str, record_property: Any
+) -> None:
     logits, grads = LIMITS[case.rsplit("-", 1)[1]]
+    record_largest(record_property, two[case], "logits", "grads")
     for result in two[case]:
         assert result["gap"] > 1e-5, "a router is so close to a tie that rounding could decide it"
         assert result["clamp"] > 1e-6 or case.endswith("float64"), (
@@ -62,9 +65,10 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", PIPELINES)
-def test_a_pipeline_replays_under_megatrons_schedule(stages: Any, case: str) -> None:
+def test_a_pipeline_replays_under_megatrons_schedule(stages: Any, case: str, record_property: Any) -> None:
     schedule = case.partition("-")[0]
     results = stages(schedule)[case]
+    record_largest(record_property, results, "logits", "grads")
     for result in results:
         assert result["logits"] <= 1e-12, result
         assert result["grads"] <= 1e-11, result

@@ -2,10 +2,9 @@
 """torch_dist checkpoints of the distributed optimizer: resumed in their own layout, and loaded into any other."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import launch
+from harness import Results, launch
 from worlds import DIST, WORLDS
 
 RESUMED = ("tp2-ep2", "tp2-etp2", "pp2")
@@ -22,14 +21,14 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewe
 
 
 @pytest.fixture(scope="module")
-def results(one_gpu: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def results(one_gpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     saved = tmp_path_factory.mktemp("saved")
     cases = [*(f"resume-{layout}" for layout in RESUMED), *LOADED]
     return launch(DIST / "reshard_worker.py", 2, cases, one_gpu, saved, device="cuda")
 
 
 @pytest.mark.parametrize("layout", RESUMED)
-def test_a_resumed_run_repeats_the_remaining_steps(results: dict[str, list[Any]], layout: str) -> None:
+def test_a_resumed_run_repeats_the_remaining_steps(results: Results, layout: str) -> None:
     for result in results[f"resume-{layout}"]:
         assert result["iteration"] == 2
         assert result["resumed"] == pytest.approx(result["rest"], rel=1e-6)
@@ -37,7 +36,7 @@ def test_a_resumed_run_repeats_the_remaining_steps(results: dict[str, list[Any]]
 
 
 @pytest.mark.parametrize("case", LOADED)
-def test_weights_and_moments_load_into_another_layout(results: dict[str, list[Any]], case: str) -> None:
+def test_weights_and_moments_load_into_another_layout(results: Results, case: str) -> None:
     for result in results[case]:
         assert result["differ"] == []
         assert len(result["losses"]) == LOADED[case]

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             page = render(read_records(options.files), options.files[0].stem)
             options.out.write_text(page)
             sys.stdout.write(f"{options.out}\n")
-    except (ReplayError, WireError, OSError, UnicodeDecodeError) as error:
+    except (ReplayError, WireError, OSError) as error:
         sys.stderr.write(f"vime-replay: {error}\n")
         return 2
     return 0

@@ -65,12 +65,22 @@ def _arrays(path: Path, spec: ReplaySpec | None) -> Iterator[tuple[str, Picks]]:
         elif start.lstrip()[:1] == b"{":
             yield from _response(_json(path))
         else:
-            yield "base64 of a .npy file", wire.decode(path.read_text().strip(), allow_narrow=True)
+            yield "base64 of a .npy file", wire.decode(_text(path).strip(), allow_narrow=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise ReplayPayloadError(
+            f"{path}: expected base64 text, JSON, .npy, safetensors or encoded rows, got other bytes ({error.reason} "
+            f"at byte {error.start}); pass the file as the server or the store wrote it"
+        ) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise ReplayPayloadError(f"{path}: not JSON ({error}); is the file cut off?") from error
     if not isinstance(value, dict):

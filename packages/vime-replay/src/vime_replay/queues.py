@@ -10,6 +10,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
+
 from vime_replay.errors import ReplayError
 from vime_replay.memory import Slot
 from vime_replay.schedule import Phase, Stage
@@ -75,35 +77,49 @@ class ReplayQueue:
         """All items in order."""
         return [self._items[key] for key in self._order]
 
-    def pop(self, stage: Stage, *, key: Hashable | None = None) -> tuple[Slot, Phase]:
+    def pop(
+        self, stage: Stage, *, key: Hashable | None = None, rows: int | None = None
+    ) -> tuple[Slot, Phase]:
         """The rows of a microbatch, and for which phase they were taken; they stay in the queue.
 
         Args:
             stage: replay_forward or replay_backward.
             key: ticket of the microbatch; None takes the next one of the phase.
+            rows: how many query rows the layer has; None does not compare.
 
         Raises:
-            ReplayQueueError: no such item.
+            ReplayQueueError: no such item, or one of another number of rows. Nothing counts as used then.
         """
         phase = self._phase(stage, key)
         account = self._account
-        if key is None:
-            number = account.cursor[phase]
+        number = account.cursor[phase] if key is None else None
+        if number is not None:
             if number >= len(self):
                 shapes = sorted({tuple(slot.shape) for slot in self._items.values()})
                 raise ReplayQueueError(
                     f"{self!r} popped {stage} #{number} but only {len(self)} microbatches were queued; "
                     f"shapes {shapes[:8]}; fill or record every microbatch of the step, and rewind between passes"
                 )
-            account.cursor[phase] += 1
             key = self._order[number]
         elif key not in self._items:
             raise ReplayQueueError(
                 f"{self!r} has no rows for {key}; {len(self)} microbatches are queued, among them "
                 f"{self._order[:4]}; fill the queues of this step before its first pass"
             )
+        slot = self._items[key]
+        if rows is not None:
+            self.require_rows(slot.shape[0], rows)
+        account.cursor[phase] += number is not None
         account.used[phase].add(key)
-        return self._items[key], phase
+        return slot, phase
+
+    def require_rows(self, replayed: int, asked: int) -> None:
+        """Raises unless a layer has as many query rows as its recorded rows."""
+        if replayed != asked:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            raise ReplayQueueError(
+                f"rank {rank}: {self!r}: replay has {replayed} rows, scores have {asked}; check CP/SP/padding layout"
+            )
 
     def _phase(self, stage: Stage, key: Hashable | None) -> Phase:
         if stage is Stage.REPLAY_FORWARD:

@@ -55,7 +55,13 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     for path in paths:
         if not path.is_file():
             raise ReplayPayloadError(f"{path}: expected a file of JsonLinesSink, found none")
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError as error:
+            raise ReplayPayloadError(
+                f"{path}: expected a text file of JsonLinesSink, got other bytes at {error.start}"
+            ) from error
+        for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
                 numbers = {str(name): float(value) for name, value in record.items()}

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any, Protocol, get_args
 
 import torch
-import torch.distributed as dist
 
 from vime_replay import topk
 from vime_replay.errors import ReplayConfigError
 from vime_replay.memory import Microbatch, MicrobatchRows, Slot, Transfer, Window, host_rows
 from vime_replay.padding import PadPolicy
-from vime_replay.queues import ReplayQueue, ReplayQueueError
+from vime_replay.queues import ReplayQueue
 from vime_replay.schedule import Phase, ReplayTicket, Stage
 
 
@@ -168,7 +167,7 @@ class Selection:
             rows, width = picks.shape
             empty = MicrobatchRows(host_rows(len(self.queues), rows, width))
             batch = self._recording[key] = Microbatch.of(empty, ticket)
-        self.require_rows(batch.shape[1], len(picks), queue)
+        queue.require_rows(batch.shape[1], len(picks))
         index = self.queues.index(queue)
         batch.rows().picks_LSK[index].copy_(picks, non_blocking=True)
         if picks.is_cuda:
@@ -183,9 +182,7 @@ class Selection:
         Args: as for `select`; rows: None does not compare.
         """
         self._require_ticket(ticket)
-        slot, phase = queue.pop(self.current_stage, key=ticket)
-        if rows is not None:
-            self.require_rows(slot.shape[0], rows, queue)
+        slot, phase = queue.pop(self.current_stage, key=ticket, rows=rows)
         transfer = self._transfers.get(device) or self._transfers.setdefault(device, Transfer(device))
         # The next layer's rows, in the direction of the phase.
         step = 1 if phase == "forward" else -1
@@ -197,14 +194,6 @@ class Selection:
         if self.window is not None:
             self.window.used(slot, phase)
         return slot, picks, phase
-
-    def require_rows(self, replayed: int, asked: int, queue: ReplayQueue) -> None:
-        """Raises unless a layer has as many query rows as its recorded rows."""
-        if replayed != asked:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            raise ReplayQueueError(
-                f"rank {rank}: {queue!r}: replay has {replayed} rows, scores have {asked}; check CP/SP/padding layout"
-            )
 
     def _sampled(self, rows: int, device: torch.device) -> torch.Tensor:
         step = max(1, rows // self.check_rows)

@@ -112,7 +112,13 @@ class ReplaySpec:
         Raises:
             ReplayConfigError: a stream belongs to another layer than the one that would replay it.
         """
-        given = tuple(layer_ids)
+        try:
+            given = tuple(layer_ids)
+        except TypeError as error:
+            raise ReplayConfigError(
+                f"{self.name} streams: expected indexer_topk_layer_ids to be a list of layers, got {layer_ids!r}; "
+                "serve with the patch of this release"
+            ) from error
         same_length = len(given) == self.num_streams
         if not same_length or any(given[stream] != layer for layer, stream in self.stream_of_layer.items()):
             raise ReplayConfigError(

@@ -11,6 +11,7 @@ kills the process. `io="mmap"` shares pages between the processes of a node: a f
 they have in common. Files are never changed; who wrote a rollout's directory removes it when all trainers are done.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -98,6 +99,8 @@ def open_rows(
     if root is not None and not where.is_relative_to(root.resolve()):
         raise ReplayPayloadError(f"{path}: expected a file in {root}, it leads to {where}")
     try:
+        if where.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise ReplayPayloadError(

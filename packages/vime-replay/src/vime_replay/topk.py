@@ -72,7 +72,7 @@ def hook(module: torch.nn.Module, manager: "Selection", queue: ReplayQueue) -> N
         if ended.recorded and output is not None:
             manager.record(ended.queue, torch.cat(ended.recorded), ended.ticket)
         if ended.replayed is not None and output is not None:
-            manager.require_rows(len(ended.replayed[0]), ended.asked, ended.queue)
+            ended.queue.require_rows(len(ended.replayed[0]), ended.asked)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     # Also when the module raises: the step may be repeated.
@@ -138,7 +138,7 @@ def _replayed(
         layer.replayed = _fit(picks, k, layer.queue), None if redo is None else redo.to(scores.device)
     picks, redo = layer.replayed
     part = picks[first : first + rows]
-    manager.require_rows(len(part), rows, layer.queue)
+    layer.queue.require_rows(len(part), rows)
     layer.asked = max(layer.asked, first + rows)
     if redo is None:
         return part
