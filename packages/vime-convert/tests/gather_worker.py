@@ -4,11 +4,13 @@
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vime_convert.errors import OutputError
 from vime_convert.megatron.exporter import export_tensors, save_hf
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.megatron.parallel import Parallel, current
@@ -87,6 +89,10 @@ def check(case: dict[str, int], source: Path, target: Path) -> str:
         parameter.grad = torch.ones_like(parameter)
     gradients = dict(export_tensors([model], table, value=lambda p: p.grad))
     save_hf([model], table, target, config_from=source)
+    refused = [
+        failing_save(model, table, target, source),
+        failing_save(model, table, target.with_name("new"), source),
+    ]
     dist.barrier()
     parallel_state.destroy_model_parallel()
     for name in table.expected_hf():
@@ -95,9 +101,28 @@ def check(case: dict[str, int], source: Path, target: Path) -> str:
     floats = {name for name, spec in table.expected_hf().items() if spec.dtype.is_floating_point}
     if gradients.keys() != floats or not all(g.eq(1).all() for g in gradients.values()):
         return "gradients differ"
+    words = ("expected a path that does not exist yet", "disk full")
+    if any(word not in told for word, told in zip(words, refused, strict=True)):
+        return f"failures told as {refused}"
     written = CheckpointReader(target)
     same = all(written.get_raw(name).equal(reader.get_raw(name)) for name in reader.raw_names())
     return "" if same and written.raw_names() == reader.raw_names() else "written checkpoint differs"
+
+
+def failing_save(model: torch.nn.Module, table: RuleTable, target: Path, source: Path) -> str:
+    """What this rank learns of a save that fails on rank 0: at once, or at its second file."""
+    files = iter(range(100))
+
+    def full(*_: object, **__: object) -> None:
+        if next(files) == 1:
+            raise OSError("disk full")
+
+    try:
+        with mock.patch("vime_convert.writer.save_file", full):
+            save_hf([model], table, target, config_from=source, shard_bytes=1000)
+    except (OSError, OutputError) as error:
+        return str(error)
+    return ""
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 """Step times, memory and where the time of a step goes, on CUDA devices."""
 
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,19 +13,8 @@ import torch.distributed as dist
 
 Span = tuple[float, float]
 
-# Kernels of attention core, indexer and selection: what row balance moves. Names of vime-kernels.
-ATTENTION = (
-    "forward_kernel",
-    "backward_kernel",
-    "query_kernel",
-    "scatter_kernel",
-    "range_kernel",
-    "bounds_kernel",
-    "_logits_kernel",
-    "_guess_kernel",
-    "_gather_kernel",
-    "_select_kernel",
-)
+# Whose kernels count as attention: core, indexer and selection, which is what row balance moves.
+ATTENTION = tuple(f"vime_kernels.ops.{op}" for op in ("sparse_attention", "indexer", "topk"))
 
 
 @dataclass(frozen=True)
@@ -34,7 +24,7 @@ class Profile:
     Attributes:
         busy: some kernel ran.
         exposed: only communication ran.
-        attention: kernels in `ATTENTION`, summed.
+        attention: kernels of the attention, summed.
         kernels: name to (sum, launches), longest first.
     """
 
@@ -71,8 +61,17 @@ def every(value: float) -> list[float]:
     return seen
 
 
-def profile(step: Callable[[], object]) -> Profile:
-    """Runs a step under the profiler."""
+def attention_kernels() -> set[str]:
+    """Names of the Triton and Gluon functions that the modules of `ATTENTION` define or use."""
+    import triton
+
+    modules = [module for name, module in sys.modules.items() if name.startswith(ATTENTION)]
+    functions = [each for module in modules for each in vars(module).values()]
+    return {each.__name__ for each in functions if isinstance(each, triton.runtime.jit.JITFunction)}
+
+
+def profile(step: Callable[[], object], attention: Collection[str]) -> Profile:
+    """Runs a step under the profiler; `attention` names the kernels that count as such."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as run:
@@ -97,7 +96,7 @@ def profile(step: Callable[[], object]) -> Profile:
     return Profile(
         busy,
         busy - length(work) / 1e3,
-        sum(sums[name] for name in names if name in ATTENTION),
+        sum(sums[name] for name in names if name in attention),
         {name: (sums[name], counts[name]) for name in names},
     )
 

@@ -18,6 +18,12 @@ def memory_gib(case: Case, config: dict[str, Any]) -> float:
     return max(stage.total for stage in plan.stages(hf, sizes, layout)) / 2**30
 
 
+def step_ms(case: Case, config: dict[str, Any]) -> float:
+    """The rough time by which the calculator ranks layouts: products at a flat rate, wires that nothing hides."""
+    layout, hf = _layout(case), sizes.read_config(config)
+    return 1e3 * plan.seconds(hf, sizes, layout, plan.stages(hf, sizes, layout))
+
+
 def sent_gb(case: Case, config: dict[str, Any]) -> dict[str, float]:
     """What the busiest rank sends in a step, over each group."""
     stages = plan.stages(sizes.read_config(config), sizes, _layout(case))

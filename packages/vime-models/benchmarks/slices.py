@@ -87,8 +87,9 @@ CASES = {
     "16k": Case(1, "16k"),
     "16k-rollout-qat": Case(1, "16k", options={"qat": "rollout"}),
     "2k": Case(1, "2k"),
+    "16k-recompute": Case(1, "16k", options=FULL),
+    "16k-recompute-torch": Case(1, "16k", options={"kernels": "torch"} | FULL),
     "2k-torch": Case(1, "2k", options={"kernels": "torch"}),
-    "16k-torch": Case(1, "16k", options={"kernels": "torch"}),
     "16k-4x": Case(1, "16k", 4),
     "64k": Case(1, "64k", options=FULL),
     "64k-single": Case(1, "64k-single", options=FULL),
@@ -101,4 +102,5 @@ CASES = {
     "ep2-16k": Case(2, "16k", options={"ep": 2}),
     "ep2-64k": Case(2, "64k", options={"ep": 2} | FULL),
     "pp2-16k-4x": Case(2, "16k", 4, options={"pp": 2}),
+    "pp2-64k-4x": Case(2, "64k", 4, options={"pp": 2} | FULL),
 }

@@ -16,6 +16,15 @@ from vime_kernels.dsa import topk
 from vime_models.dsv4 import attention, indexer
 
 KERNELS = "miles_plugins.models.deepseek_v4.ops.kernel.tilelang"
+# As a profiler sees them.
+KERNEL_NAMES = (
+    "main_kernel",
+    "preprocess_kernel_kernel",
+    "sparse_mqa_bwd_kernel_kernel",
+    "postprocess_kernel_kernel",
+    "tl_indexer_fwd_kernel_kernel",
+    "clean_logits_kernel_kernel",
+)
 GUARD = 64  # rows in front of a buffer: the kernels touch row -1
 
 

@@ -17,6 +17,7 @@ import os
 import shlex
 import subprocess
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespa
     ms = measure.largest(measure.median_ms(trainer.step, options.steps))
     update_ms = measure.largest(measure.median_ms(trainer.update, options.steps))
     peak = measure.largest(torch.cuda.max_memory_allocated() / 2**30)
-    profiled = measure.profile(trainer.step)
+    attention = measure.attention_kernels()
+    if options.peer:
+        attention |= set(import_module(options.peer).KERNEL_NAMES)
+    profiled = measure.profile(trainer.step, attention)
     tokens = trainer.tokens_per_step
     flops = 3 * sizes.forward_flops(sizes.read_config(config), PACKS[case.pack]) * trainer.packs_per_step
     record = {
@@ -55,6 +59,7 @@ def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespa
         "lengths": PACKS[case.pack],
         "tokens": tokens,
         "step_ms": round(ms, 2),
+        "predicted_ms": round(predict.step_ms(case, config), 1),
         "update_ms": round(update_ms, 2),
         "tokens_per_s_per_gpu": round(1e3 * tokens / ms / case.world),
         "mfu": round(flops / ms / 1e9 / PEAK_TFLOPS / case.world, 4),
@@ -147,7 +152,7 @@ def main() -> None:
     if case.world != dist.get_world_size():
         raise SystemExit(f"train_slice: {options.case} needs {case.world} processes; use torchrun")
     if options.peer:
-        __import__(options.peer).use()
+        import_module(options.peer).use()
     if options.dry:
         outcome = dry(options.case)
         if first:

@@ -28,6 +28,17 @@ def test_overlapping_spans_count_once(modules: Any) -> None:
     assert length([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 5.0
 
 
+def test_attention_is_core_indexer_and_selection(modules: Any) -> None:
+    import vime_kernels.ops.hyper_connection.triton_sinkhorn
+    import vime_kernels.ops.indexer.triton_fwd
+    import vime_kernels.ops.sparse_attention.triton_fwd
+    import vime_kernels.ops.topk.triton_fwd  # noqa: F401
+
+    names = modules("measure").attention_kernels()
+    assert {"forward_kernel", "_logits_kernel", "_select_kernel"} <= names
+    assert not any("swiglu" in name or "mix" in name or "sinkhorn" in name for name in names)
+
+
 def test_shares_follow_the_rows(modules: Any) -> None:
     predict, slices = modules("predict"), modules("slices")
     shares = {

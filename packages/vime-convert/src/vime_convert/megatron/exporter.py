@@ -5,7 +5,7 @@ The same rules as in the loader, applied backwards. With several ranks every ran
 order: parts are gathered over tensor parallelism, experts and layers are broadcast by the rank that has them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from vime_convert.hf2hf import config_for, writable
 from vime_convert.megatron.gather import whole_tensors
 from vime_convert.megatron.names import Entry, entries
 from vime_convert.megatron.parallel import current
+from vime_convert.megatron.together import write_on_first_rank
+from vime_convert.output import refuse_existing
 from vime_convert.reader import CheckpointReader, read_json
 from vime_convert.rules import RuleTable, TensorSpec, to_hf
 from vime_convert.writer import SHARD_BYTES, write_checkpoint
@@ -116,7 +118,7 @@ def save_hf(
         shard_bytes: largest shard.
 
     Raises:
-        OutputError: the target exists, the disk is too small, or the dialect is read only.
+        OutputError: the target exists, the disk is too small, or the dialect is read only; on every rank.
         LossyCast, NamesError: as in `export_tensors`.
     """
     if config is None:
@@ -132,19 +134,21 @@ def save_hf(
         if checkpoint is not None:
             yield from ((name, checkpoint.get_plain(name)) for name in checkpoint.extras)
 
-    stored = to.from_release(released(), table.num_experts)
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return sum(1 for _ in stored)
     widest = max((p.dtype.itemsize for chunk in chunks for p in chunk.parameters()), default=4)
     itemsize = widest if policy == "keep" else 2
     total = sum(spec.nbytes // spec.dtype.itemsize * itemsize for spec in table.expected_hf().values())
     if checkpoint is not None:
         total += sum(checkpoint.nbytes(name, quantised=False) for name in checkpoint.extras)
-    return write_checkpoint(
-        target,
-        stored,
-        config_for(config, to, quantised=False),
-        total_bytes=total,
-        shard_bytes=shard_bytes,
-        companions_of=config_from,
-    )
+
+    def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        return write_checkpoint(
+            target,
+            tensors,
+            config_for(config, to, quantised=False),
+            total_bytes=total,
+            shard_bytes=shard_bytes,
+            companions_of=config_from,
+        )
+
+    stored = to.from_release(released(), table.num_experts)
+    return write_on_first_rank(stored, write, ready=lambda: refuse_existing(Path(target)))

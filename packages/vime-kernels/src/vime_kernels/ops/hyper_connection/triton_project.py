@@ -54,7 +54,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     w = tl.arange(0, BLOCK_W)
     total_TW = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-    square_T = tl.zeros([BLOCK_T], tl.float32)
+    square_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)  # summed over K at the end, once
     for first in range(piece * SPLIT_K, tl.minimum((piece + 1) * SPLIT_K, K), BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         x = tl.load(
@@ -77,10 +77,10 @@ def _project_kernel(  # type: ignore[no-untyped-def]
                 sum_TW = tl.dot(x, f, sum_TW)
             total_TW += sum_TW
         x = x.to(tl.float32)
-        square_T += tl.sum(x * x, 1)
+        square_TK += x * x
     row = piece.to(tl.int64) * T + t
     tl.store(partial + row[:, None] * BLOCK_W + w[None, :], total_TW, mask=(t < T)[:, None])
-    tl.store(squares + row, square_T, mask=t < T)
+    tl.store(squares + row, tl.sum(square_TK, 1), mask=t < T)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -52,17 +52,23 @@ def _count(mask):  # type: ignore[no-untyped-def]
 @triton.jit
 def _threshold(key, fewest, most):  # type: ignore[no-untyped-def]
     """A threshold that `fewest` to `most` keys reach; with too many ties at it, the only one that `fewest` reach."""
-    # Invariant: at least `fewest` keys reach the threshold, if there are so many.
-    reached = _count(key != 0)
-    threshold = (reached <= most).to(tl.uint32)
-    bit = tl.where(reached <= most, -1, 31)
-    while (bit >= 0) & (reached > most):
-        higher = threshold | (tl.full((), 1, tl.uint32) << bit.to(tl.uint32))
-        count = _count(key >= higher)
-        threshold = tl.where(count >= fewest, higher, threshold)
-        reached = tl.where(count >= fewest, count, reached)
-        bit -= 1
-    return threshold
+    # Invariant: `at_low` keys, at least `fewest` if there are so many, reach `low`; `at_high`, fewer, reach `high`.
+    at_low = _count(key != 0)
+    low = tl.where(at_low > most, tl.min(tl.where(key != 0, key, 0xFFFFFFFF)), 1)
+    high = tl.max(key) + 1
+    at_high = 0
+    trial = 0
+    while (at_low > most) & (high - low > 1):
+        # The number of keys falls nearly evenly between the two, most of the time: every third trial halves the gap.
+        share = tl.where(trial % 3 == 2, 0.5, (at_low - fewest + 0.5) / (at_low - at_high).to(tl.float32))
+        gap = high - low
+        step = tl.minimum(tl.maximum((gap.to(tl.float32) * share).to(tl.uint32), 1), gap - 1)
+        count = _count(key >= low + step)
+        enough = count >= fewest
+        at_low, at_high = tl.where(enough, count, at_low), tl.where(enough, at_high, count)
+        low, high = tl.where(enough, low + step, low), tl.where(enough, high, low + step)
+        trial += 1
+    return low
 
 
 @triton.jit
