@@ -166,6 +166,21 @@ def test_bad_config(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "text, size", [("5GB", 5_000_000_000), ("1.5 MiB", 3 << 19), ("4096", 4096)], ids=["gb", "mib", "plain"]
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    parsed = cli._parser().parse_args(["hf2hf", "a", "b", "--dialect", "release", "--shard-bytes", text])
+    assert parsed.shard_bytes == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "5 parsecs", "GB", "0.1"])
+def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["hf2hf", "a", "b", "--dialect", "release", f"--shard-bytes={text}"])
+    assert "expected a number of bytes" in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="expected a checkpoint directory"):
         cli.main(["--debug", "inspect", str(tmp_path / "none")])

@@ -92,6 +92,7 @@ CASES = {
     "2k-torch": Case(1, "2k", options={"kernels": "torch"}),
     "16k-4x": Case(1, "16k", 4),
     "64k": Case(1, "64k", options=FULL),
+    "64k-4x": Case(1, "64k", 4, options=FULL),
     "64k-single": Case(1, "64k-single", options=FULL),
     "cp2-16k": Case(2, "16k", options=CONTIGUOUS),
     "cp2-64k": Case(2, "64k", options=CONTIGUOUS | FULL),

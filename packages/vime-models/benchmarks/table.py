@@ -103,11 +103,10 @@ def baseline(name: str) -> str | None:
     """The case on one GPU with the same microbatches, recomputed alike."""
     case = CASES[name]
     options = {key: value for key, value in case.options.items() if key in FULL}
-    for other, each in CASES.items():
-        if (each.world, each.pack, each.options) == (1, case.pack, options):
-            if each.microbatches == case.microbatches:
-                return other
-    return None
+    wanted = (1, case.pack, case.microbatches, options)
+    return next(
+        (other for other, c in CASES.items() if (c.world, c.pack, c.microbatches, c.options) == wanted), None
+    )
 
 
 if __name__ == "__main__":

@@ -42,11 +42,14 @@ class Trainer:
             _fill_tables(chunk.train(), config)
         self.config = cast(Any, self.chunks[0]).config
         self.config.finalize_model_grads_func = finalize_model_grads
+        on_gpu = device == "cuda"
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=device == "cuda"
+            grad_reduce_in_fp32=True, overlap_grad_reduce=on_gpu, use_distributed_optimizer=on_gpu
         )
         with cpu.cuda_literals_to_cpu():
             self.wrapped = [DistributedDataParallel(self.config, settings, chunk) for chunk in self.chunks]
+        # As Megatron's trainer: only the last microbatch reduces.
+        self.config.no_sync_func = self.wrapped[0].no_sync
         self.optimizer = self._optimizer() if device == "cuda" else None
         self._draw(config["vocab_size"])
 

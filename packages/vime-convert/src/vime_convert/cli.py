@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -183,8 +184,20 @@ def _add_hf2hf(verbs: Any) -> None:
     )
     parser.add_argument("--dialect", required=True, help="see `vime-convert inspect`")
     parser.add_argument("--dequantise", action="store_true", help="store block-scaled weights as bfloat16")
-    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="largest file")
+    parser.add_argument(
+        "--shard-bytes", type=_bytes, default=SHARD_BYTES, metavar="N", help="largest file, e.g. 5GB or 4GiB"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _bytes(text: str) -> int:
+    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in units or (size := round(float(found[1]) * units[found[2]])) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes of at least 1, with or without a unit such as MB or GiB, got {text!r}"
+        )
+    return size
 
 
 def _hf2hf(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,8 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     m = tl.arange(0, SLOTS)[:, None]
+    offset, used = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
+    bias = tl.load(ape + offset, mask=used, other=0.0)
     dape = tl.zeros([SLOTS, BLOCK_D], tl.float32)
     begin = tl.program_id(0) * POOLS
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
@@ -32,11 +34,10 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
         )
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
         value = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0).to(tl.float32)
-        exists = here | in_halo
         g = tl.load(grad + tl.cast(pool, tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
-        weights, pooled = average(z, value, ape, column, exists, alive, C, ratio, SLOTS)
+        weights, pooled = average(z, value, bias, alive)
         dvalue = weights * g
-        dz = tl.where(exists, dvalue * (value - pooled), 0.0)
+        dz = dvalue * (value - pooled)  # weights are 0 where there is no slot
         dape += dz
         packed = token.to(tl.int64) * C + column
         tl.store(dx + packed, dvalue.to(dx.dtype.element_ty), mask=here)
@@ -44,12 +45,8 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
         if HALO:
             tl.store(dhalo_x + m * C + column, dvalue.to(dx.dtype.element_ty), mask=in_halo)
             tl.store(dhalo_score + m * C + column, dz.to(dscore.dtype.element_ty), mask=in_halo)
-    column = d + tl.zeros_like(m)
-    if OVERLAP:
-        column += tl.where(m >= ratio, D, 0)
     partial = dape_partial + tl.program_id(0).to(tl.int64) * (ratio * C)
-    used = (d < D) & (m < (2 * ratio if OVERLAP else ratio))
-    tl.store(partial + bias_offset(column, C, ratio, SLOTS), dape, mask=used)
+    tl.store(partial + offset, dape, mask=used)
 
 
 @triton.jit

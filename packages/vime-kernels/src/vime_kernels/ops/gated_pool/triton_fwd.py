@@ -69,8 +69,9 @@ def place(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read(tensor, halo, row, token, column, here, in_halo, C, ratio, HALO: tl.constexpr, missing):  # type: ignore[no-untyped-def]
-    """The slots of a pool; `missing` where there is none."""
-    value = tl.load(tensor + token.to(tl.int64) * row + column, mask=here, other=missing)
+    """The slots of a pool; `missing` where there is none. Past the first cache, where the position bias stays."""
+    at = tensor + token.to(tl.int64) * row + column
+    value = tl.load(at, mask=here, other=missing, cache_modifier=".cg")
     if HALO:
         m = tl.arange(0, value.shape[0])[:, None]
         value = tl.where(in_halo, tl.load(halo + m * C + column, mask=in_halo, other=missing), value)
@@ -78,15 +79,18 @@ def read(tensor, halo, row, token, column, here, in_halo, C, ratio, HALO: tl.con
 
 
 @triton.jit
-def bias_offset(column, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the slots' position bias is, in ape and in its gradient."""
-    return tl.arange(0, SLOTS)[:, None] % ratio * C + column
+def bias_offset(D, C, ratio, OVERLAP: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the slots' position bias is, in ape and in its gradient, and whether it is there; [SLOTS, BLOCK_D]."""
+    m = tl.arange(0, SLOTS)[:, None]
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    if OVERLAP:
+        return m % ratio * C + d + tl.where(m >= ratio, D, 0), (m < 2 * ratio) & (d < D)
+    return m * C + d, (m < ratio) & (d < D)
 
 
 @triton.jit
-def average(z, value, ape, column, exists, alive, C, ratio, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def average(z, value, bias, alive):  # type: ignore[no-untyped-def]
     """Softmax weights of the slots of a pool, 0 where there is no slot, and the average of the values; in float32."""
-    bias = tl.load(ape + bias_offset(column, C, ratio, SLOTS), mask=exists, other=0.0)
     a = (z.to(tl.float32) + bias) * LOG2E
     e = tl.exp2(a - tl.maximum(tl.max(a, 0, keep_dims=True), -1e30))
     weights = e / tl.where(alive, tl.sum(e, 0, keep_dims=True), 1.0)
@@ -100,6 +104,8 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    offset, used = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
+    bias = tl.load(ape + offset, mask=used, other=0.0)
     begin = tl.program_id(0) * POOLS
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
         token, column, here, in_halo, alive = place(
@@ -108,7 +114,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
         given = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
         value = given.to(tl.float32)
-        weights, pooled = average(z, value, ape, column, here | in_halo, alive, C, ratio, SLOTS)
+        weights, pooled = average(z, value, bias, alive)
         if ROUND_WEIGHTS:
             product = (weights.to(given.dtype).to(tl.float32) * value).to(given.dtype)
             pooled = tl.sum(product.to(tl.float32), 0, keep_dims=True)

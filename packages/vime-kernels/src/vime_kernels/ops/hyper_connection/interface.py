@@ -63,7 +63,7 @@ def mhc_mixes(
     if resolve(op, backend, (X_TnC, fn, scale, base), config.unsupported(X_TnC, fn, scale, base)) == "triton":
         from vime_kernels.ops.hyper_connection import triton_project, triton_split
 
-        m, _ = triton_project.mhc_project(X_TnC.flatten(1), fn.contiguous(), norm_eps)
+        m, _ = triton_project.mhc_project(X_TnC.flatten(1), fn.contiguous(), norm_eps, n)
         return triton_split.mhc_split(m, scale.contiguous(), base.contiguous(), n, eps, iters)
     acc = _checks.accum_dtype(X_TnC, fn, scale, base)
     return reference.mixes(
@@ -198,10 +198,10 @@ def mhc_head(
     )
     _checks.full_precision(op, fn=fn, scale=scale, base=base)
     if resolve(op, backend, (X_TnC, fn, scale, base), config.unsupported(X_TnC, fn, scale, base)) == "triton":
-        from vime_kernels.ops.hyper_connection import triton_project, triton_streams
+        from vime_kernels.ops.hyper_connection import triton_head
 
-        m, _ = triton_project.mhc_project(X_TnC.flatten(1), fn.contiguous(), norm_eps)
-        return triton_streams.mhc_pre(X_TnC, torch.sigmoid(m * scale + base) + eps)
+        small = [t.contiguous() for t in (fn, scale, base)]
+        return triton_head.mhc_head(X_TnC, *small, eps, norm_eps)[0]
     acc = _checks.accum_dtype(X_TnC, fn, scale, base)
     out = reference.head(X_TnC.to(acc), fn.to(acc), scale.to(acc), base.to(acc), eps=eps, norm_eps=norm_eps)
     return out.to(X_TnC.dtype)

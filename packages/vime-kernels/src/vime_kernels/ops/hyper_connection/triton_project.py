@@ -136,53 +136,50 @@ def _unnormalise_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["T"])
 def _project_bwd_kernel(  # type: ignore[no-untyped-def]
-    dp,
-    shrink,
-    X,
-    fn,
-    dX,
-    dfn_partial,
-    T,
-    W,
-    K,
-    X_token,
-    EXACT: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """dX of a block of channels for SPAN tokens, and their share of dfn; X is read once for both."""
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    dp, shrink, X, fn, weights, grad, dX, dfn_partial, T, W, C, X_token,
+    EXACT: tl.constexpr, ADD: tl.constexpr, SPAN: tl.constexpr, n: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dX of a block of channels for SPAN tokens, and their share of dfn; X is read once for both.
+
+    With ADD the streams had another use, the sum weights [T, n] · X, and its gradient is added on the way.
+    """
+    stream = tl.program_id(0) % n
+    c = tl.program_id(0) // n * BLOCK_C + tl.arange(0, BLOCK_C)
+    k, K = stream * C + c, n * C
     span = tl.program_id(1)
     w = tl.arange(0, BLOCK_W)
     if EXACT:
-        f0 = tl.load(fn + w[:, None] * K + k[None, :], mask=(w < W)[:, None] & (k < K)[None, :], other=0.0)
+        f0 = tl.load(fn + w[:, None] * K + k[None, :], mask=(w < W)[:, None] & (c < C)[None, :], other=0.0)
     else:
-        f0 = tl.load(fn + w[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0)
-        f1 = tl.load(fn + (BLOCK_W + w[:, None]) * K + k[None, :], mask=(k < K)[None, :], other=0.0)
-    dfn_KW = tl.zeros([BLOCK_K, BLOCK_W], tl.float32)
+        f0 = tl.load(fn + w[:, None] * K + k[None, :], mask=(c < C)[None, :], other=0.0)
+        f1 = tl.load(fn + (BLOCK_W + w[:, None]) * K + k[None, :], mask=(c < C)[None, :], other=0.0)
+    dfn_CW = tl.zeros([BLOCK_C, BLOCK_W], tl.float32)
     for first in range(span * SPAN, tl.minimum((span + 1) * SPAN, T), BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        live_TK = (t < T)[:, None] & (k < K)[None, :]
-        x = tl.load(X + t.to(tl.int64)[:, None] * X_token + k[None, :], mask=live_TK, other=0.0)
+        live_TC = (t < T)[:, None] & (c < C)[None, :]
+        x = tl.load(X + t.to(tl.int64)[:, None] * X_token + k[None, :], mask=live_TC, other=0.0)
         d0 = tl.load(dp + t[:, None] * BLOCK_W + w[None, :], mask=(t < T)[:, None], other=0.0)
         if EXACT:
             dx = tl.dot(d0, f0, input_precision="ieee")
-            dfn_KW = tl.dot(tl.trans(x), d0, dfn_KW, input_precision="ieee")
+            dfn_CW = tl.dot(tl.trans(x), d0, dfn_CW, input_precision="ieee")
         else:
             # Products of two second terms are below the rounding of the results.
             d1 = tl.load(dp + (T + t[:, None]) * BLOCK_W + w[None, :], mask=(t < T)[:, None], other=0.0)
             dx = tl.dot(d1, f0)
             dx = tl.dot(d0, f1, dx)
             dx = tl.dot(d0, f0, dx)
-            dfn_KW = tl.dot(tl.trans(x), d1, dfn_KW)
-            dfn_KW = tl.dot(tl.trans(x), d0, dfn_KW)
+            dfn_CW = tl.dot(tl.trans(x), d1, dfn_CW)
+            dfn_CW = tl.dot(tl.trans(x), d0, dfn_CW)
         shrink_T = tl.load(shrink + t, mask=t < T, other=0.0)
         dx += shrink_T[:, None] * x.to(tl.float32)
-        tl.store(dX + t.to(tl.int64)[:, None] * K + k[None, :], dx.to(dX.dtype.element_ty), mask=live_TK)
+        if ADD:
+            weight_T = tl.load(weights + t * n + stream, mask=t < T, other=0.0)
+            g = tl.load(grad + t.to(tl.int64)[:, None] * C + c[None, :], mask=live_TC, other=0.0)
+            dx += weight_T[:, None] * g.to(tl.float32)
+        tl.store(dX + t.to(tl.int64)[:, None] * K + k[None, :], dx.to(dX.dtype.element_ty), mask=live_TC)
     target = dfn_partial + (span * W + w[None, :]).to(tl.int64) * K + k[:, None]
-    tl.store(target, dfn_KW, mask=(w < W)[None, :] & (k < K)[:, None])
+    tl.store(target, dfn_CW, mask=(w < W)[None, :] & (c < C)[:, None])
 
 
 def _width(W: int) -> int:
@@ -199,8 +196,10 @@ def _terms(fn: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 @torch.library.custom_op("vime_kernels::mhc_project", mutates_args=())
-def mhc_project(X: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """fn times the rms-normalised rows of X: (m float32 [T, W], inverse rms float32 [T]); X [T, K], fn contiguous."""
+def mhc_project(
+    X: torch.Tensor, fn: torch.Tensor, norm_eps: float, n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fn times the rms-normalised rows of X: (m float32 [T, W], inverse rms float32 [T]); X [T, n C], fn contiguous."""
     T, K = X.shape
     W = len(fn)
     m, inverse_rms = fn.new_empty(T, W), fn.new_empty(T)
@@ -234,17 +233,24 @@ def mhc_project(X: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[tor
 
 
 @mhc_project.register_fake
-def _(X: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _(X: torch.Tensor, fn: torch.Tensor, norm_eps: float, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return fn.new_empty(X.shape[0], fn.shape[0]), fn.new_empty(X.shape[0])
 
 
 @torch.library.custom_op("vime_kernels::mhc_project_bwd", mutates_args=())
 def mhc_project_bwd(
-    dm: torch.Tensor, X: torch.Tensor, fn: torch.Tensor, m: torch.Tensor, inverse_rms: torch.Tensor
+    dm: torch.Tensor,
+    X: torch.Tensor,
+    fn: torch.Tensor,
+    m: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    n: int,
+    weights: torch.Tensor | None,
+    grad: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of X and fn."""
+    """Gradients of X [T, n C] and fn; with `weights` [T, n] that of `mhc_pre`, whose own is `grad` [T, C], is added."""
     T, K = X.shape
-    W = len(fn)
+    W, C = len(fn), K // n
     dX = X.new_empty(T, K)
     if not T:
         return dX, torch.zeros_like(fn)
@@ -257,45 +263,38 @@ def mhc_project_bwd(
     )
     spans = triton.cdiv(T, config.TOKENS_PER_PARTIAL)
     partial = fn.new_empty(spans, W, K)
-    block_t, block_k, warps, stages = config.PROJECT_BWD_EXACT if exact else config.PROJECT_BWD
-    _project_bwd_kernel[(triton.cdiv(K, block_k), spans)](
-        dp,
-        shrink,
-        X,
-        _terms(fn, exact),
-        dX,
-        partial,
-        T,
-        W,
-        K,
-        X.stride(0),
-        EXACT=exact,
-        SPAN=config.TOKENS_PER_PARTIAL,
-        BLOCK_T=block_t,
-        BLOCK_W=_width(W),
-        BLOCK_K=block_k,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    block_t, block_c, warps, stages = config.PROJECT_BWD_EXACT if exact else config.PROJECT_BWD
+    _project_bwd_kernel[(n * triton.cdiv(C, block_c), spans)](
+        dp, shrink, X, _terms(fn, exact), weights, grad, dX, partial, T, W, C, X.stride(0),
+        EXACT=exact, ADD=weights is not None, SPAN=config.TOKENS_PER_PARTIAL, n=n,
+        BLOCK_T=block_t, BLOCK_W=_width(W), BLOCK_C=block_c, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return dX, partial.sum(0)
 
 
 @mhc_project_bwd.register_fake
 def _(
-    dm: torch.Tensor, X: torch.Tensor, fn: torch.Tensor, m: torch.Tensor, inverse_rms: torch.Tensor
+    dm: torch.Tensor,
+    X: torch.Tensor,
+    fn: torch.Tensor,
+    m: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    n: int,
+    weights: torch.Tensor | None,
+    grad: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return X.new_empty(X.shape), fn.new_empty(fn.shape)
 
 
 def _save_project(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    X, fn, _ = inputs
+    X, fn, _, ctx.n = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(X, fn, *output)
 
 
 def _project_backward(ctx: Any, dm: torch.Tensor, _: None) -> tuple[Any, ...]:
     X, fn, m, inverse_rms = ctx.saved_tensors
-    return (*mhc_project_bwd(dm.contiguous(), X, fn, m, inverse_rms), None)
+    return (*mhc_project_bwd(dm.contiguous(), X, fn, m, inverse_rms, ctx.n, None, None), None, None)
 
 
 mhc_project.register_autograd(_project_backward, setup_context=_save_project)

@@ -55,14 +55,14 @@ def _post_kernel(  # type: ignore[no-untyped-def]
     y, X, post, comb, out, C, y_token, X_token, X_stream, n: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    i = tl.arange(0, n)[:, None, None]  # source stream
+    j = tl.arange(0, n)[None, :, None]  # target stream
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, None, :]
     inner = tl.load(y + token * y_token + c, mask=c < C, other=0.0).to(tl.float32)
-    for j in tl.static_range(n):
-        total = tl.load(post + token * n + j) * inner
-        for i in tl.static_range(n):
-            x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0)
-            total += tl.load(comb + (token * n + i) * n + j) * x.to(tl.float32)
-        tl.store(out + (token * n + j) * C + c, total.to(out.dtype.element_ty), mask=c < C)
+    x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0).to(tl.float32)
+    total = tl.sum(tl.load(comb + (token * n + i) * n + j) * x, 0, keep_dims=True)
+    total += tl.load(post + token * n + j) * inner
+    tl.store(out + (token * n + j) * C + c, total.to(out.dtype.element_ty), mask=c < C)
 
 
 @triton.jit

@@ -9,8 +9,9 @@ from vime_kernels._backend import interpreting
 
 MAX_HEADS = 128
 MAX_DIM = 576
-# Slots of a row that the loss looks at together.
+# Slots of a row that the loss looks at together, and how many of them are a warp's.
 LOSS_SLOTS = 2048
+LOSS_SLOTS_PER_WARP = 512
 
 
 class TargetTile(NamedTuple):

@@ -114,11 +114,9 @@ def indexer_kl_loss(
 
         with_gradient = scores.requires_grad and torch.is_grad_enabled()
         mask = None if row_mask is None else row_mask.contiguous()
-        losses, counted, _ = triton_loss.indexer_kl_rows(
-            scores, target.detach(), indices, mask, with_gradient
-        )
-        loss = coeff * losses.sum()
-        return loss / counted.sum().clamp_min(1) if reduction == "mean" else loss
+        return triton_loss.indexer_kl_loss(
+            scores, target.detach(), indices, mask, coeff, reduction == "mean", with_gradient
+        )[0]
     valid = (indices >= 0) & ~scores.isneginf()
     if row_mask is not None:
         valid = valid & row_mask[:, None]
