@@ -75,6 +75,17 @@ def test_rates_are_judged_against_the_ceiling_of_the_same_run():
     assert "0.80 of    0.75  met" in report([ceiling, small])
 
 
+def test_times_of_two_operations_are_added():
+    from gate import report
+
+    teacher = RECORD | {"op": "indexer_kl_target", "direction": "fwd", "peer": "Megatron", "peer_ms": 7.0}
+    loss = teacher | {"op": "indexer_kl_loss", "ours_ms": 1.5, "peer_ms": 0.5}
+    other = loss | {"shape": "V3.2 picks", "ours_ms": 100.0}
+    text = report([teacher, loss, other])
+    assert "with indexer_kl_loss × Megatron      2.14 of    2.00  met" in text
+    assert "1 of 1 targets met" in text
+
+
 def test_every_target_has_a_case():
     from gate import TARGETS, applies
     from registry import cases

@@ -58,6 +58,34 @@ def test_records_replace_those_of_the_same_name(modules: Any, tmp_path: Path) ->
     assert json.loads(path.read_text()) == [{"name": "b", "step_ms": 2}, {"name": "a", "step_ms": 3}]
 
 
+def test_a_case_is_compared_with_one_gpu(modules: Any) -> None:
+    baseline = modules("table").baseline
+    assert baseline("cp2-16k") == "16k"
+    assert baseline("tp2-64k") == "64k"
+    assert baseline("cp2-64k-single-balanced") == "64k-single"
+    assert baseline("pp2-16k-4x") == "16k-4x"
+
+
+def test_a_row_of_the_table(modules: Any) -> None:
+    record = {
+        "name": "cp2-16k",
+        "kernels": "auto",
+        "gpus": 2,
+        "step_ms": 300.2,
+        "predicted_ms": 250.0,
+        "tokens_per_s_per_gpu": 27000,
+        "mfu": 0.221,
+        "peak_gib": 60.04,
+        "predicted_gib": 59.5,
+        "exposed_ms": [10.2, 40.6],
+        "attention_ms": [20.0, 21.5],
+    }
+    found = {"cp2-16k": record, "16k": record | {"tokens_per_s_per_gpu": 30000}}
+    cells = modules("table").cells(record, found)
+    assert cells == ["`cp2-16k`", "300, 250", "27 000", "90 %", "22 %", "60.0, 59.5", "41", "20.0, 21.5"]
+    assert modules("table").case_of(record | {"name": "16k-tilelang_ops", "kernels": "tilelang_ops"}) == "16k"
+
+
 @pytest.mark.slow
 def test_a_dry_step() -> None:
     run = subprocess.run(

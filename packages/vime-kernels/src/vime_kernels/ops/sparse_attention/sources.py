@@ -35,6 +35,8 @@ class Sources:
         indices: int32 [S, K] rows of kv_b, or None; outside [0, M) is no key.
         lengths: int32 [S], slots of `indices` from there on are ignored, or None.
         starts_b, ends_b: int32 [S] or None; used when `indices` is None.
+        heads: of a query row, where `indices` and `lengths` are lists of groups of rows over both buffers
+            (`triton_unite`); else 0.
     """
 
     kv_a: torch.Tensor | None = None
@@ -46,10 +48,13 @@ class Sources:
     lengths: torch.Tensor | None = None
     starts_b: torch.Tensor | None = None
     ends_b: torch.Tensor | None = None
+    heads: int = 0
 
     @property
     def kind_b(self) -> str:
-        """ "none", "picks" or "range"."""
+        """ "none", "picks", "range" or "united"."""
+        if self.heads:
+            return "united"
         if self.kv_b is None:
             return "none"
         return "picks" if self.indices is not None else "range"
@@ -86,7 +91,7 @@ class Sources:
             stride_a=0 if self.kv_a is None else self.kv_a.stride(0),
             stride_b=0 if self.kv_b is None else self.kv_b.stride(0),
             stride_is=0 if self.indices is None else self.indices.stride(0),
-            has_a=self.kv_a is not None,
+            has_a=self.kv_a is not None and not self.heads,
             kind_b=self.kind_b,
             has_lengths=self.indices is not None and self.lengths is not None,
         )
