@@ -60,7 +60,7 @@ def table(found: dict[str, Record]) -> str:
     """The Markdown table, and where the numbers come from."""
     lines = [row(COLUMNS), row(["---"] * len(COLUMNS))]
     order = {name: number for number, name in enumerate(CASES)}
-    ordered = sorted(found.values(), key=lambda record: (order[case_of(record)], record["name"]))
+    ordered = sorted(found.values(), key=lambda record: (order[record["case"]], record["name"]))
     lines += [row(cells(record, found)) for record in ordered]
     sources = {
         f"{r['device']}; {', '.join(f'{n} {v}' for n, v in r['versions'].items())}; commit {r['commit']}."
@@ -74,15 +74,9 @@ def row(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def case_of(record: Record) -> str:
-    """Its key in `CASES`: a record with a peer's kernels carries the peer in its name."""
-    peer = record["kernels"]
-    return str(record["name"]).removesuffix(f"-{peer}")
-
-
 def cells(record: Record, found: dict[str, Record]) -> list[str]:
     """Texts of one row."""
-    alone = found.get(baseline(case_of(record)) or "")
+    alone = found.get(baseline(record["case"]) or "")
     rate, exposed = record["tokens_per_s_per_gpu"], max(record["exposed_ms"])
     attention = [f"{ms:.1f}" for ms in record["attention_ms"]] if max(record["attention_ms"]) else []
     return [

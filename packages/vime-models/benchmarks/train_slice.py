@@ -52,6 +52,7 @@ def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespa
     flops = 3 * sizes.forward_flops(sizes.read_config(config), PACKS[case.pack]) * trainer.packs_per_step
     record = {
         "name": name,
+        "case": options.case,
         "gpus": case.world,
         "layout": {key: value for key, value in case.options.items() if key not in ("kernels", "qat")},
         "kernels": options.peer or case.options.get("kernels", "auto"),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vime_kernels import dsa
+from vime_kernels.ops.gated_pool import config
 
 CASES = {  # ratio, D, overlap, halo
     "overlap": (4, 20, True, False),
@@ -48,6 +49,24 @@ def test_against_float64(device, ratio, D, overlap, halo):
     # Where no pool reads, the gradient is exactly zero.
     assert not got[1][44:].any()
     assert not got[2][44:].any()
+
+
+@pytest.mark.parametrize("ratio, overlap", [(2, True), (3, False)], ids=["overlap", "plain"])
+def test_many_sequences(device, monkeypatch, ratio, overlap):
+    """More than are counted at a time, most without a pool: the next pool of a program may be far behind."""
+    monkeypatch.setattr(config, "SEQUENCES", 4)
+    lengths = torch.tensor([1, 7, 0, 1, 1, 0, 2, 9, 1, 1, 1, 1, 1, 0, 5, 1, 3, 0, 0, 8])
+    cu = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+    torch.manual_seed(0)
+    inputs = [torch.randn(s, device=device) for s in ((70, 8), (70, 8), (ratio, 8))]
+    results = []
+    for backend in ("torch", "triton"):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        pooled, cu_pools = dsa.gated_pool(*leaves, cu, ratio, overlap=overlap, backend=backend)
+        results.append((cu_pools, pooled, *torch.autograd.grad(pooled.square().sum(), leaves)))
+    assert results[0][0][-1] >= 9
+    for mine, reference in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_hf_rounding_equals_the_reference(device):

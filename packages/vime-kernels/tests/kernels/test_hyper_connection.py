@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 def several_pieces(monkeypatch):
     monkeypatch.setattr(config, "SPLIT_K", 64)
     monkeypatch.setattr(config, "TOKENS_PER_PARTIAL", 64)
+    monkeypatch.setattr(config, "GATE_TOKENS", 2)
     monkeypatch.setattr(config, "PROJECT_EXACT", (16, 16, 4, 2))
     monkeypatch.setattr(config, "PROJECT_BWD_EXACT", (16, 16, 4, 2))
 

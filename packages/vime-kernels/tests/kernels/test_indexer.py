@@ -151,3 +151,32 @@ def test_fused_selection_does_not_depend_on_the_chunk(device):
     if device == "cuda":  # numpy's matrix product, which the interpreter uses, is not batch invariant
         assert torch.equal(by_row, whole)
     assert (by_row >= 0).sum() == (whole >= 0).sum()
+
+
+def test_two_rows_become_one_list(device):
+    from vime_kernels.ops.indexer.triton_pairs import pair_lists
+
+    torch.manual_seed(0)
+    N, K = 60, 21
+    shared = torch.rand(1, N) + 0.3 * torch.rand(9, N)
+    indices = shared.topk(K, 1).indices.sort(1).values.to(torch.int32)
+    indices[2, 11:], indices[3], indices[5, 1] = (
+        -1,
+        -1,
+        N,
+    )  # ascending, their empty slots last, except for row 5
+    indices[6, 2] = indices[6, 3]  # a key twice
+    grad = torch.randn(9, K).masked_fill((indices < 0) | (indices >= N), float("nan"))
+    keys, grads, counts = (t.cpu() for t in pair_lists(grad.to(device), indices.to(device), N))
+    valid = (indices >= 0) & (indices < N)
+    for pair, rows in enumerate(((0, 1), (2, 3), (4, 5), (6, 7), (8,))):
+        used = keys[pair, : counts[pair]].long()
+        found, expected = torch.zeros(2, N), torch.zeros(2, N)
+        for i, row in enumerate(rows):
+            expected[i].index_add_(0, indices[row][valid[row]].long(), grad[row][valid[row]])
+            found[i].index_add_(0, used[used >= 0], grads[pair, i, : counts[pair]][used >= 0])
+        assert torch.allclose(found, expected)
+        named = torch.cat([indices[row][valid[row]] for row in rows])
+        once = pair not in (2, 3)
+        assert counts[pair] == (len(named.unique()) if once else 2 * K)
+        assert not once or torch.equal(used, used.sort().values)

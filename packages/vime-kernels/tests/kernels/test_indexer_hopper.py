@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer kernel for Hopper gives the bits of the plain Triton kernel, which `test_indexer` holds to float64."""
+"""The indexer kernels for Hopper.
+
+Logits have the bits of the plain Triton kernel, which `test_indexer` holds to float64; gradients are held to it here.
+"""
 
 import pytest
 import torch
@@ -47,8 +50,8 @@ def both(monkeypatch, q, k, *arguments, **options):
 @pytest.mark.parametrize("clean", [True, False], ids=["clean", "unclean"])
 @pytest.mark.parametrize(
     "dtype, H",
-    [(torch.bfloat16, 32), (torch.bfloat16, 64), (torch.float16, 128), (FP8, 64), (FP8, 128)],
-    ids=["bf16-32", "bf16-64", "fp16-128", "fp8-64", "fp8-128"],
+    [(torch.bfloat16, 32), (torch.bfloat16, 64), (torch.float16, 128), (FP8, 32), (FP8, 64), (FP8, 128)],
+    ids=["bf16-32", "bf16-64", "fp16-128", "fp8-32", "fp8-64", "fp8-128"],
 )
 def test_bits(monkeypatch, dtype, H, clean):
     q, k, weights, starts, ends, scales = problem(H, dtype)
@@ -73,3 +76,36 @@ def test_a_nan_stays_in_its_row(monkeypatch):
     assert fast[90].isnan().all()
     others = torch.arange(len(q), device="cuda") != 90
     assert torch.equal(fast[others], plain[others])
+
+
+@pytest.mark.parametrize("use_relu, weighted", [(True, True), (False, False)], ids=["relu", "linear-ones"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("H", [32, 64], ids=["32", "64"])
+def test_gradients_of_scores(monkeypatch, H, dtype, use_relu, weighted):
+    torch.manual_seed(H)
+    S, N, K = 331, 3003, 210
+    monkeypatch.setattr(config, "PAIRS_BYTES", 130 * K * 12)  # three chunks, the last one with a row alone
+    q, k = torch.randn(S, H, 128, device="cuda").to(dtype), torch.randn(N, 128, device="cuda").to(dtype)
+    weights = torch.randn(S, H, device="cuda")
+    likes = torch.rand(S // 16 + 1, N, device="cuda").repeat_interleave(16, 0)[:S]
+    indices = (
+        (likes + 0.4 * torch.rand(S, N, device="cuda")).topk(K, 1).indices.sort(1).values.to(torch.int32)
+    )
+    # Few picks, no picks in both rows of a pair, disorder, a key twice, holes, a key that there is not.
+    indices[8, 70:], indices[10:12] = -1, -1
+    indices[12], indices[17, 4] = indices[12].flip(0), indices[17, 5]
+    indices[20, 7], indices[22, 8] = -1, N
+    grad = torch.randn(S, K, device="cuda")
+    assert config.hopper_scores(q, k)
+    results = []
+    for cast, backend in ((torch.float64, "torch"), (None, "triton")):
+        leaves = [t.to(cast or t.dtype).detach().requires_grad_() for t in (q, k, weights)]
+        scores = dsa.indexer_scores(
+            *leaves[:2], leaves[2] if weighted else None, indices, use_relu=use_relu, backend=backend
+        )
+        found = scores.masked_fill(scores.isneginf(), 0.0)
+        results.append(torch.autograd.grad(found, leaves[: 2 + weighted], grad.to(found.dtype)))
+    for mine, exact in zip(results[1], results[0], strict=True):
+        error = (mine.double() - exact).norm() / exact.norm()
+        assert error < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+        assert not mine[10:12].any() or mine.shape[0] == N

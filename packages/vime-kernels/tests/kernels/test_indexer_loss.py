@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vime_kernels import dsa
-from vime_kernels.ops.indexer_loss import config
+from vime_kernels.ops.indexer_loss import config, triton_target
 from vime_kernels.testing import rel_rms
 
 # Triton 3.6 reads loop bounds from one-element arrays in its interpreter, which NumPy deprecates.
@@ -17,6 +17,7 @@ def small_tiles(device, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(config, "target_tile", lambda heads, dim: config.TargetTile(16, 4, 2))
         monkeypatch.setattr(config, "LOSS_SLOTS", 128)
+        monkeypatch.setattr(config, "LOSS_ROWS", 4)
 
 
 def picks(S, N, K, device):
@@ -47,6 +48,42 @@ def test_target(device, H, D, K, with_lse):
     assert got.dtype == torch.float32
     assert rel_rms(got, expected) < 2e-6
     assert not got[(indices < 0) | (indices >= N)].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "H, D, K, dtype",
+    [
+        (3, 512, 37, torch.bfloat16), (64, 576, 600, torch.bfloat16), (65, 576, 130, torch.float16),
+        (128, 512, 1, torch.bfloat16),
+    ],
+    ids=["few-heads", "one-block", "block-and-a-head", "one-pick"],
+)  # fmt: skip
+def test_target_on_hopper(H, D, K, dtype, monkeypatch):
+    """The kernel written for Hopper: more rows than programs; lists with holes, cut short, and empty ones."""
+    torch.manual_seed(H)
+    S, N = 300, 900
+    q, lse = torch.randn(S, H, D, device="cuda").to(dtype), torch.randn(S, H, device="cuda") + 3
+    room = torch.randn(N + 2, D + 64, device="cuda").to(dtype)
+    room[0], room[-1] = float("nan"), float("nan")  # what indices of -1 and N would find
+    k = room[1:-1, :D]
+    indices = torch.randint(-1, N, (S, K), dtype=torch.int32, device="cuda")
+    indices[::7, K // 2 :], indices[100:180], indices[5, : K // 2], indices[6, 0] = -1, -1, -1, N
+    if not triton_target.hopper(q, k, d_v=512):
+        pytest.skip("needs a Hopper GPU and the Triton version whose Gluon the kernel was written for")
+    got = dsa.indexer_kl_target(q, k, indices, D**-0.5, lse=lse, backend="triton")
+    expected = dsa.indexer_kl_target(
+        q.double(), k.double(), indices, D**-0.5, lse=lse.double(), backend="torch"
+    )
+    assert rel_rms(got, expected) < 2e-6
+    assert not got[(indices < 0) | (indices >= N)].any()
+    for rows in (slice(None), slice(0, 1), slice(7, 200)):
+        again = dsa.indexer_kl_target(q[rows], k, indices[rows], D**-0.5, lse=lse[rows], backend="triton")
+        assert torch.equal(again, got[rows])
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_target, "hopper", lambda *_, **__: False)
+        plain = dsa.indexer_kl_target(q, k, indices, D**-0.5, lse=lse, backend="triton")
+    assert rel_rms(got, plain) < 2e-6
 
 
 @pytest.mark.parametrize("K", [5, 300])

@@ -82,6 +82,10 @@ FAR: dict[str, tuple[Callable[..., torch.Tensor | Tensors], Callable[[], Tensors
         lambda k, q, i: dsa.indexer_kl_target(q, k, i, 0.1),
         lambda: (far_apart(4, D), randn(S, H, D), below(4, S, K)),
     ),
+    "indexer_kl_target-512": (
+        lambda k, q, i: dsa.indexer_kl_target(q, k, i, 0.1, lse=torch.ones(S, 64, device="cuda")),
+        lambda: (far_apart(4, 512), randn(S, 64, 512), below(4, S, K)),
+    ),
     "gated_pool": (
         lambda x, s: dsa.gated_pool(x, s, torch.zeros(2, D, device="cuda"), x.new_tensor([0, 4]).int(), 2),
         lambda: (far_apart(4, D), randn(4, D)),

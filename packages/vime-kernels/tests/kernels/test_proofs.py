@@ -178,6 +178,11 @@ CASES: dict[str, Case] = {
         lambda: (randn(S, H, D + 16), randn(N, D + 16), picks(), f32(S, H) + 5),
         unread=edges_of(1),
     ),
+    "indexer_kl_target-tail": Case(
+        lambda q, k, i, lse: dsa.indexer_kl_target(q, k, i, 0.1, lse=lse),
+        lambda: (randn(S, 4 * H, WIDE + TAIL), randn(N, WIDE + TAIL), picks(), f32(S, 4 * H) + 5),
+        unread=edges_of(1),
+    ),
     "indexer_kl_target-own-lse": Case(
         lambda q, k, i: dsa.indexer_kl_target(q, k, i, 0.1),
         lambda: (randn(S, H, D), randn(N, D), picks()),

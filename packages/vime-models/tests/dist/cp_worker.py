@@ -277,9 +277,14 @@ CORE, LAYOUT = attention.sparse_attention_v4, ContextParallel.layout
 
 
 def oldest_key_lost(self: ContextParallel, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-    keep = torch.ones(layout.halo + layout.length, 1, dtype=x.dtype)
+    keep = x.new_ones(layout.halo + layout.length, 1)
     keep[1] = 0
     return ORIGINAL["with_halo"](self, x, layout) * keep
+
+
+def rows_of(layout: TokenLayout) -> torch.Tensor:
+    """0, 1, … as if the rank's rows were all there is."""
+    return torch.arange(layout.length, dtype=torch.int32, device=layout.starts.device)
 
 
 def pools_from_the_cut(self: TokenLayout, ratio: int, *, overlap: bool) -> Any:
@@ -314,8 +319,8 @@ MISTAKES: dict[str, tuple[type, str, Any]] = {
         "window",
         property(
             lambda self: {
-                "cu_seqlens": torch.tensor([0, self.halo + self.length], dtype=torch.int32),
-                "q_positions": torch.arange(self.length, dtype=torch.int32) + self.halo,
+                "cu_seqlens": self.starts.new_tensor([0, self.halo + self.length]),
+                "q_positions": rows_of(self) + self.halo,
             }
         ),
     ),
@@ -334,14 +339,12 @@ MISTAKES: dict[str, tuple[type, str, Any]] = {
     "positions restart at the cut": (
         TokenLayout,
         "positions",
-        property(lambda self: torch.arange(self.length)),
+        property(lambda self: rows_of(self).long()),
     ),
     "queries see by local row": (
         TokenLayout,
         "visible",
-        lambda self, ratio: causal_ranges(
-            self.cu_seqlens, ratio=ratio, q_positions=torch.arange(self.length, dtype=torch.int32)
-        ),
+        lambda self, ratio: causal_ranges(self.cu_seqlens, ratio=ratio, q_positions=rows_of(self)),
     ),
     "entries left as gathered": (
         ContextParallel,

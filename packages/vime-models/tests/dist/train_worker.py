@@ -16,7 +16,6 @@ from harness import serve
 from layouts import LAYOUTS, NCCL_LAYOUTS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from step import build, forward_backward, load, wrap
-from worker import unsummed_key_gradients
 
 CHECKPOINT = Path(sys.argv[1]) / "checkpoint"
 STEPS = 20
@@ -61,11 +60,21 @@ def curve(
     return losses
 
 
+def lose_gradients_of_the_second_rank(model: Any) -> None:
+    """What a sum over data-parallel ranks that leaves one out does; the losses stay as they are."""
+
+    def lose(_model: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.detach() + 0 * output
+
+    if dist.get_rank() == 1:
+        model.register_forward_hook(lose)
+
+
 CASES = {
     **{f"one-{first}": partial(curve, first) for first in range(4)},
     **{f"packed-{first}": partial(curve, first, packed=True) for first in range(4)},
     **{name: partial(curve, **options) for name, (_, options) in (LAYOUTS | NCCL_LAYOUTS).items()},
-    "tp2-unsummed-keys": partial(curve, plant=unsummed_key_gradients, tp=2),
+    "ep2-lost-rank": partial(curve, plant=lose_gradients_of_the_second_rank, ep=2),
 }
 
 if __name__ == "__main__":

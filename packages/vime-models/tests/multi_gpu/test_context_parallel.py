@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewe
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def of_world(size: int) -> dict[str, list[Any]]:
-        cases = [case for world, case in CASES if world == size] + (BITS if size == 2 else [])
+        cases = [case for world, case in CASES if world == size] + ([*BITS, "planted"] if size == 2 else [])
         directory: Path = tmp_path_factory.mktemp(f"world-{size}")
         return launch(DIST / "cp_worker.py", size, cases, directory, device="cuda")
 
@@ -56,3 +56,9 @@ def test_equals_one_gpu(results: Any, size: int, case: str, record_property: Any
 def test_row_balance_keeps_every_bit(results: Any, case: str) -> None:
     """Outputs and log-sum-exps of four attentions, and the logits."""
     assert results(2)[case] == [[True] * 9] * 2
+
+
+def test_mistakes_at_a_border_show(results: Any) -> None:
+    for result in results(2)["planted"]:
+        assert len(result) >= 10
+        assert min(result.values()) >= 1e-4, result

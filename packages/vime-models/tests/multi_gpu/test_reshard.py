@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewe
 @pytest.fixture(scope="module")
 def results(one_gpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
     saved = tmp_path_factory.mktemp("saved")
-    cases = [*(f"resume-{layout}" for layout in RESUMED), *LOADED]
+    cases = [*(f"resume-{layout}" for layout in RESUMED), *LOADED, "moments-lost"]
     return launch(DIST / "reshard_worker.py", 2, cases, one_gpu, saved, device="cuda")
 
 
@@ -41,3 +41,10 @@ def test_weights_and_moments_load_into_another_layout(results: Results, case: st
         assert result["differ"] == []
         assert len(result["losses"]) == LOADED[case]
         assert max(result["losses"]) <= 1e-6
+
+
+def test_the_second_loss_shows_moments_that_were_left_behind(results: Results) -> None:
+    for result in results["moments-lost"]:
+        first, second = result["losses"]
+        assert first <= 1e-6
+        assert second > 1e-4

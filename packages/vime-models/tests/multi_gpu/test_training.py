@@ -21,7 +21,7 @@ LAYOUT_OF = {
     8: ("tp2-ep8",),
 }
 CASES = [(size, name) for size in WORLDS for name in LAYOUT_OF[size]]
-PLANTED = "tp2-unsummed-keys"
+PLANTED = "ep2-lost-rank"
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewer than two GPUs")]
 
@@ -61,10 +61,10 @@ def test_losses_stay_in_the_band(
     assert max(found) <= 2 * spread
 
 
-def test_a_gradient_that_is_not_summed_over_ranks_leaves_the_band(
+def test_a_rank_whose_gradients_are_lost_leaves_the_band(
     curves: dict[str, Results], record_property: Any
 ) -> None:
     means, spread = band(curves, packed=False)
     found = [distance(losses, means) for losses in curves[PLANTED][PLANTED]]
     record_property("distance / spread", min(found) / spread)
-    assert min(found) > 2 * spread
+    assert min(found) > 10 * spread

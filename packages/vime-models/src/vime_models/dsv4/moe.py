@@ -12,15 +12,17 @@ Source: DeepSeek-V4 technical report, section 2.1.
 
 import copy
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vime_models.dsv4.dispatcher import RepeatableDispatcher
 
 
 class ScoreRouter(TopKRouter):
@@ -165,7 +167,30 @@ class HashRouter(ScoreRouter):
 
 
 class DSv4MoELayer(MoELayer):
-    """Megatron's MoE layer whose router may need token ids."""
+    """Megatron's MoE layer whose router may need token ids, and whose sums have a fixed order.
+
+    Args:
+        config: with `vime_dsv4`.
+        submodules: `router`, `experts` and `shared_experts`.
+        layer_number: 1-based.
+        pg_collection: process groups of the model.
+        **kwargs: as for Megatron's MoELayer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups, **kwargs)
+        if RepeatableDispatcher.replaces_that_of(config):
+            self.token_dispatcher = RepeatableDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
+            )
 
     def forward(
         self,

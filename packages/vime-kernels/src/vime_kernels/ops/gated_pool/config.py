@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 
 MAX_SLOTS = 512
+# Sequences whose pools a program counts at a time.
+SEQUENCES = 128
 # Values of x in a tile, the fewest channels of it, and values that a thread holds. Short pools fit in one warp, whose
 # sums need no barrier.
 VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 64

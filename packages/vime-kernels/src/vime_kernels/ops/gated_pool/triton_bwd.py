@@ -3,8 +3,8 @@
 
     dx = π g,   dscore = π (x - pooled) g,   dape[m] = Σ_p dscore[p, m]
 
-Every token's channel belongs to at most one pool, so nothing is added atomically; a small second kernel writes the
-zeros of the channels that belong to none. The gradient of ape is a sum of per-program partial sums, in fixed order.
+Every token's channel belongs to at most one pool, so nothing is added atomically; programs of their own write the zeros
+of the channels that belong to none. The gradient of ape is a sum of per-program partial sums, in fixed order.
 """
 
 import torch
@@ -12,32 +12,67 @@ import triton
 import triton.language as tl
 
 from vime_kernels.ops.gated_pool import config
-from vime_kernels.ops.gated_pool.triton_fwd import average, bias_offset, place, read
+from vime_kernels.ops.gated_pool.triton_fwd import average, bias_offset, find, follow, place, read
 
 
-@triton.jit(do_not_specialize=["P", "B"])
+@triton.jit
+def _zero_rows(dx, dscore, first, last, column, width, C, BLOCK_T: tl.constexpr = 8):  # type: ignore[no-untyped-def]
+    for start in range(first, last, BLOCK_T):
+        row = start + tl.arange(0, BLOCK_T)[:, None]
+        offset = row.to(tl.int64) * C + column
+        mask = (row < last) & (column < width)
+        tl.store(dx + offset, tl.zeros(offset.shape, dx.dtype.element_ty), mask=mask)
+        tl.store(dscore + offset, tl.zeros(offset.shape, dscore.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _zero_unpooled(  # type: ignore[no-untyped-def]
+    dx, dscore, b, cu_seqlens, T, B, C, D, ratio, OVERLAP: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Zeros for leftover tokens, for the halves that no later group reads, and for rows of no sequence (b = B)."""
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    first = tl.load(cu_seqlens + b)
+    end = T
+    leftover = first
+    if b < B:
+        end = tl.load(cu_seqlens + b + 1)
+        leftover = first + (end - first) // ratio * ratio
+    _zero_rows(dx, dscore, leftover, end, column, D, C)
+    if OVERLAP:
+        _zero_rows(dx, dscore, leftover, end, column + D, C, C)
+        _zero_rows(dx, dscore, tl.maximum(leftover - ratio, first), leftover, column, D, C)
+
+
+@triton.jit(do_not_specialize=["P", "T", "B"])
 def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
-    grad, x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, dx, dscore, dape_partial, dhalo_x, dhalo_score,
-    P, B, C, D, x_row, score_row,
+    grad, x, score, ape, halo_x, halo_score, cu_seqlens, dx, dscore, dape_partial, dhalo_x, dhalo_score,
+    P, T, B, C, D, x_row, score_row,
     ratio: tl.constexpr, OVERLAP: tl.constexpr, HALO: tl.constexpr,
-    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
+    group = tl.program_id(0) - (B + 1)
+    if group < 0:
+        b = tl.program_id(0)
+        _zero_unpooled(dx, dscore, b, cu_seqlens, T, B, C, D, ratio, OVERLAP, BLOCK_D)
+        return
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     m = tl.arange(0, SLOTS)[:, None]
     offset, used = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
-    bias = tl.load(ape + offset, mask=used, other=0.0)
     dape = tl.zeros([SLOTS, BLOCK_D], tl.float32)
-    begin = tl.program_id(0) * POOLS
+    begin = group * POOLS
+    sequence, before = find(begin, cu_seqlens, B, ratio, None, False, SEQUENCES)
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
+        sequence, before, first, live, opens = follow(pool, sequence, before, cu_seqlens, B, ratio)
         token, column, here, in_halo, alive = place(
-            pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
+            pool, first, live, opens, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
         )
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
         value = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0).to(tl.float32)
         g = tl.load(grad + tl.cast(pool, tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        bias = tl.load(ape + offset, mask=used, other=0.0)
         weights, pooled = average(z, value, bias, alive)
         dvalue = weights * g
-        dz = dvalue * (value - pooled)  # weights are 0 where there is no slot
+        dz = tl.where(here | in_halo, dvalue * (value - pooled), 0.0)
         dape += dz
         packed = token.to(tl.int64) * C + column
         tl.store(dx + packed, dvalue.to(dx.dtype.element_ty), mask=here)
@@ -45,47 +80,8 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
         if HALO:
             tl.store(dhalo_x + m * C + column, dvalue.to(dx.dtype.element_ty), mask=in_halo)
             tl.store(dhalo_score + m * C + column, dz.to(dscore.dtype.element_ty), mask=in_halo)
-    partial = dape_partial + tl.program_id(0).to(tl.int64) * (ratio * C)
+    partial = dape_partial + group.to(tl.int64) * (ratio * C)
     tl.store(partial + offset, dape, mask=used)
-
-
-@triton.jit
-def _zero_rows(dx, dscore, first, last, width, C, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    for start in range(first, last, BLOCK_T):
-        row = start + tl.arange(0, BLOCK_T)
-        offset = row.to(tl.int64)[:, None] * C + column[None, :]
-        mask = (row < last)[:, None] & (column < width)[None, :]
-        zero = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-        tl.store(dx + offset, zero.to(dx.dtype.element_ty), mask=mask)
-        tl.store(dscore + offset, zero.to(dscore.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["T", "B"])
-def _unpooled_kernel(  # type: ignore[no-untyped-def]
-    dx,
-    dscore,
-    cu_seqlens,
-    T,
-    B,
-    C,
-    D,
-    ratio,
-    OVERLAP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Zeros for leftover tokens, for the halves that no later group reads, and for rows of no sequence."""
-    b = tl.program_id(0)
-    first = tl.load(cu_seqlens + b)
-    if b == B:
-        _zero_rows(dx, dscore, first, T, C, C, BLOCK_T, BLOCK_C)
-    else:
-        end = tl.load(cu_seqlens + b + 1)
-        leftover = first + (end - first) // ratio * ratio
-        _zero_rows(dx, dscore, leftover, end, C, C, BLOCK_T, BLOCK_C)
-        if OVERLAP:
-            _zero_rows(dx, dscore, tl.maximum(leftover - ratio, first), leftover, D, C, BLOCK_T, BLOCK_C)
 
 
 @torch.library.custom_op("vime_kernels::gated_pool_bwd", mutates_args=())
@@ -97,7 +93,6 @@ def gated_pool_bwd(
     halo_x: torch.Tensor | None,
     halo_score: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
-    cu_pools: torch.Tensor,
     ratio: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,14 +109,12 @@ def gated_pool_bwd(
     tile = config.tile_bwd(ratio, overlap, D)
     programs = triton.cdiv(P, tile.pools)
     dape_partial = torch.empty(programs, ratio, C, dtype=torch.float32, device=x.device)
-    _pool_bwd_kernel[(programs, triton.cdiv(D, tile.channels))](
-        grad, x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, dx, dscore, dape_partial, *dhalo,
-        P, B, C, D, x.stride(0), score.stride(0), ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None,
-        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, num_warps=tile.num_warps,
+    _pool_bwd_kernel[(B + 1 + programs, triton.cdiv(D, tile.channels))](
+        grad, x, score, ape, halo_x, halo_score, cu_seqlens, dx, dscore, dape_partial, *dhalo,
+        P, T, B, C, D, x.stride(0), score.stride(0), ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None,
+        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, SEQUENCES=config.SEQUENCES,
+        num_warps=tile.num_warps,
     )  # fmt: skip
-    _unpooled_kernel[(B + 1, triton.cdiv(C, 256))](
-        dx, dscore, cu_seqlens, T, B, C, D, ratio, OVERLAP=overlap, BLOCK_T=8, BLOCK_C=256, num_warps=4
-    )
     return dx, dscore, dape_partial.sum(0), dhalo[0], dhalo[1]
 
 
@@ -134,7 +127,6 @@ def _(
     halo_x: torch.Tensor | None,
     halo_score: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
-    cu_pools: torch.Tensor,
     ratio: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

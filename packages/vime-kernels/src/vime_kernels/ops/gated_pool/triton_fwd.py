@@ -11,41 +11,50 @@ import torch
 import triton
 import triton.language as tl
 
-from vime_kernels.ops.gated_pool import config
+from vime_kernels.ops.gated_pool import config, reference
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["B"])
-def _offsets_kernel(cu_seqlens, cu_pools, B, ratio, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cu_pools [B + 1]: cumulative number of complete groups."""
-    total = 0
-    tl.store(cu_pools, total)
-    for first in range(0, B, BLOCK):
-        b = first + tl.arange(0, BLOCK)
-        start = tl.load(cu_seqlens + b, mask=b < B, other=0)
-        groups = (tl.load(cu_seqlens + b + 1, mask=b < B, other=0) - start) // ratio
-        tl.store(cu_pools + 1 + b, total + tl.cumsum(groups, 0), mask=b < B)
-        total += tl.sum(groups)
+@triton.jit
+def find(pool, cu_seqlens, B, ratio, cu_pools, WRITE: tl.constexpr, SEQUENCES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(sequence of a pool, B if there is none; number of pools before that sequence), by counting the groups.
+
+    With WRITE the whole of cu_pools is written on the way.
+    """
+    sequence = pool * 0
+    before, seen, b = sequence, sequence, sequence
+    while (b < B) & ((seen <= pool) | WRITE):
+        step = b + tl.arange(0, SEQUENCES)
+        start = tl.load(cu_seqlens + step, mask=step < B, other=0)
+        groups = (tl.load(cu_seqlens + step + 1, mask=step < B, other=0) - start) // ratio
+        upto = seen + tl.cumsum(groups, 0)
+        if WRITE:
+            tl.store(cu_pools + 1 + step, upto, mask=step < B)
+        passed = (step < B) & (upto <= pool)
+        sequence += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, upto, 0)))
+        seen += tl.sum(groups)
+        b += SEQUENCES
+    return sequence, before
 
 
 @triton.jit
-def locate(pool, cu_seqlens, cu_pools, B, ratio):  # type: ignore[no-untyped-def]
-    """First token of a pool, whether it exists, whether it opens its sequence."""
-    low = pool * 0
-    high = low + B  # the sequence is in [low, high): the last one whose pools start at or before this pool
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(cu_pools + middle) <= pool
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    within = pool - tl.load(cu_pools + low)
-    return tl.load(cu_seqlens + low) + within * ratio, pool < tl.load(cu_pools + B), within == 0
+def follow(pool, sequence, before, cu_seqlens, B, ratio):  # type: ignore[no-untyped-def]
+    """The same for a later pool; and its first token, whether it exists, whether it opens its sequence."""
+    start = tl.load(cu_seqlens + tl.minimum(sequence, B - 1))
+    groups = (tl.load(cu_seqlens + tl.minimum(sequence, B - 1) + 1) - start) // ratio
+    while (sequence < B) & (pool - before >= groups):
+        before += groups
+        sequence += 1
+        start = tl.load(cu_seqlens + tl.minimum(sequence, B - 1))
+        groups = (tl.load(cu_seqlens + tl.minimum(sequence, B - 1) + 1) - start) // ratio
+    return sequence, before, start + (pool - before) * ratio, sequence < B, pool == before
 
 
 @triton.jit
 def place(  # type: ignore[no-untyped-def]
-    pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP: tl.constexpr, HALO: tl.constexpr,
+    pool, first, live, opens, D, ratio, OVERLAP: tl.constexpr, HALO: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Where the slots of a pool are, [SLOTS, BLOCK_D]: token, column, in the packed rows or not, in the halo or not.
@@ -53,7 +62,6 @@ def place(  # type: ignore[no-untyped-def]
     And which channels the pool has, [1, BLOCK_D]. With overlap the slots below `ratio` are the first halves of the
     channels of the group before.
     """
-    first, live, opens = locate(pool, cu_seqlens, cu_pools, B, ratio)
     m = tl.arange(0, SLOTS)[:, None]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     alive = live & (column < D)
@@ -101,19 +109,25 @@ def average(z, value, bias, alive):  # type: ignore[no-untyped-def]
 def _pool_kernel(  # type: ignore[no-untyped-def]
     x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, out, P, B, C, D, x_row, score_row,
     ratio: tl.constexpr, OVERLAP: tl.constexpr, HALO: tl.constexpr, ROUND_WEIGHTS: tl.constexpr,
-    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     offset, used = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
-    bias = tl.load(ape + offset, mask=used, other=0.0)
     begin = tl.program_id(0) * POOLS
+    if (begin == 0) & (tl.program_id(1) == 0):
+        tl.store(cu_pools, 0)
+        sequence, before = find(begin, cu_seqlens, B, ratio, cu_pools, True, SEQUENCES)
+    else:
+        sequence, before = find(begin, cu_seqlens, B, ratio, None, False, SEQUENCES)
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
+        sequence, before, first, live, opens = follow(pool, sequence, before, cu_seqlens, B, ratio)
         token, column, here, in_halo, alive = place(
-            pool, cu_seqlens, cu_pools, B, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
+            pool, first, live, opens, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
         )
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
         given = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
         value = given.to(tl.float32)
+        bias = tl.load(ape + offset, mask=used, other=0.0)
         weights, pooled = average(z, value, bias, alive)
         if ROUND_WEIGHTS:
             product = (weights.to(given.dtype).to(tl.float32) * value).to(given.dtype)
@@ -139,16 +153,15 @@ def gated_pool(
     """
     T, C = x.shape
     P, D, B = T // ratio, C // 2 if overlap else C, len(cu_seqlens) - 1
-    cu_pools = torch.empty_like(cu_seqlens)
-    _offsets_kernel[(1,)](cu_seqlens, cu_pools, B, ratio, BLOCK=128, num_warps=1)
-    pooled = x.new_empty(P, D)
+    pooled, cu_pools = x.new_empty(P, D), torch.empty_like(cu_seqlens)
     if not P or not B or not D:
-        return pooled.zero_(), cu_pools
+        return pooled.zero_(), reference.pool_offsets(cu_seqlens, ratio)
     tile = config.tile(ratio, overlap, D)
     _pool_kernel[(triton.cdiv(P, tile.pools), triton.cdiv(D, tile.channels))](
         x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, pooled, P, B, C, D, x.stride(0), score.stride(0),
         ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None, ROUND_WEIGHTS=round_weights,
-        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, num_warps=tile.num_warps,
+        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, SEQUENCES=config.SEQUENCES,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return pooled, cu_pools
 
@@ -172,16 +185,14 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, score, ape, halo_x, halo_score, cu_seqlens, ctx.ratio, ctx.overlap, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, score, ape, halo_x, halo_score, cu_seqlens, output[1])
+    ctx.save_for_backward(x, score, ape, halo_x, halo_score, cu_seqlens)
 
 
 def _backward(ctx: Any, grad_pooled: torch.Tensor, _: None) -> tuple[Any, ...]:
     from vime_kernels.ops.gated_pool.triton_bwd import gated_pool_bwd
 
-    *inputs, cu_pools = ctx.saved_tensors
-    dx, dscore, dape, *dhalo = gated_pool_bwd(
-        grad_pooled.contiguous(), *inputs, cu_pools, ctx.ratio, ctx.overlap
-    )
+    inputs = ctx.saved_tensors
+    dx, dscore, dape, *dhalo = gated_pool_bwd(grad_pooled.contiguous(), *inputs, ctx.ratio, ctx.overlap)
     if inputs[3] is None:
         dhalo = [None, None]
     return dx, dscore, dape, *dhalo, None, None, None, None

@@ -13,6 +13,8 @@ PROJECT_BWD_EXACT = (32, 64, 8, 2)
 SPLIT_K = 4096
 # Tokens whose gradient of fn is one partial sum.
 TOKENS_PER_PARTIAL = 1024
+# Tokens of a program that makes the weights of the head, or their gradient.
+GATE_TOKENS = 128
 # Channels per thread in the kernels that move whole streams: two 16-byte loads of bfloat16.
 CHANNELS_PER_THREAD = 16
 

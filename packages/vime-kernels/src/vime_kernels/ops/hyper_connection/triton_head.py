@@ -15,8 +15,6 @@ from vime_kernels.ops.hyper_connection import config
 from vime_kernels.ops.hyper_connection.triton_project import mhc_project, mhc_project_bwd
 from vime_kernels.ops.hyper_connection.triton_streams import mhc_pre
 
-BLOCK_T = 128
-
 
 @triton.jit(do_not_specialize=["T"])
 def _gate_kernel(m, scale, base, weights, T, eps, n: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -58,7 +56,9 @@ def mhc_head(
     m, inverse_rms = mhc_project(X.flatten(1), fn, norm_eps, n)
     weights = torch.empty_like(m)
     if T:
-        _gate_kernel[(triton.cdiv(T, BLOCK_T),)](m, scale, base, weights, T, eps, n=n, BLOCK_T=BLOCK_T)
+        _gate_kernel[(triton.cdiv(T, config.GATE_TOKENS),)](
+            m, scale, base, weights, T, eps, n=n, BLOCK_T=config.GATE_TOKENS
+        )
     return mhc_pre(X, weights), m, inverse_rms, weights
 
 
@@ -83,7 +83,7 @@ def mhc_head_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of X and fn, and of base and scale one behind the other, [n + 1]."""
     T, n, C = X.shape
-    programs = triton.cdiv(T, BLOCK_T)
+    programs = triton.cdiv(T, config.GATE_TOKENS)
     dweights, dm, partial = torch.empty_like(m), torch.empty_like(m), m.new_empty(programs, n + 1)
     if T:
         block = max(32, triton.next_power_of_2(C))
@@ -98,7 +98,9 @@ def mhc_head_bwd(
             BLOCK_C=block,
             num_warps=config.num_warps(block),
         )
-        _gate_bwd_kernel[(programs,)](dweights, m, scale, base, dm, partial, T, n=n, BLOCK_T=BLOCK_T)
+        _gate_bwd_kernel[(programs,)](
+            dweights, m, scale, base, dm, partial, T, n=n, BLOCK_T=config.GATE_TOKENS
+        )
     dX, dfn = mhc_project_bwd(dm, X.flatten(1), fn, m, inverse_rms, n, weights, grad)
     return dX.view(T, n, C), dfn, partial.sum(0)
 

@@ -29,6 +29,8 @@ PICKS = 64
 SCORES_BWD_STAGES = 2
 # Rows of slots that the deterministic gradient of k holds at a time.
 ORDERED_BYTES = 2**31
+# Lists of two rows each that the gradient for Hopper holds at a time.
+PAIRS_BYTES = 2**26
 # Keys that one program walks through; long rows are shared by several programs.
 KEYS_PER_PROGRAM = 4096
 
@@ -39,15 +41,39 @@ def logits_tile(dtype: torch.dtype) -> LogitsTile:
 
 
 def hopper(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the kernel written for Hopper's warpgroup instructions can run this call, and is the faster one."""
+    """Whether the logits kernel written for Hopper's warpgroup instructions can run this call, and is the faster."""
     S, H, D = q.shape
-    # In float8 its sums weigh more than its products below 64 heads. Blocks of 256 rows of q have to fill the device.
-    if not q.is_cuda or D != 128 or H not in ((64, 128) if q.dtype in FP8 else (32, 64, 128)):
+    if not q.is_cuda or D != 128 or H not in (32, 64, 128) or not q.is_contiguous():
         return False
-    aligned = q.is_contiguous() and k.stride(1) == 1 and k.stride(0) * k.element_size() % 16 == 0
-    if not aligned or any(t.data_ptr() % 16 for t in (q, k)) or min(len(k), out.stride(0)) < 2:
+    if not _aligned(q, k) or min(len(k), out.stride(0)) < 2:
         return False
-    filled = 256 * torch.cuda.get_device_properties(q.device).multi_processor_count <= S * H
+    # Blocks of 256 rows of q have to fill the device.
+    return _is_hopper(q, blocks=S * H // 256)
+
+
+def logits_workers(q: torch.Tensor) -> int:
+    """Warpgroups that multiply in that kernel: four where a product takes longer than its sums over heads."""
+    return 4 if q.dtype not in FP8 and q.shape[1] >= 64 else 2
+
+
+def hopper_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """The same for the gradient of the scores of a selection."""
+    S, H, D = q.shape
+    if not q.is_cuda or D != 128 or H not in (32, 64) or not _aligned(q, k):
+        return False
+    return _is_hopper(q, blocks=S // 2)
+
+
+def _aligned(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether rows of both can be copied in pieces of 16 bytes."""
+    strides = (*q.stride()[:2], k.stride(0))
+    whole = all(stride * q.element_size() % 16 == 0 for stride in strides)
+    return whole and q.stride(2) == k.stride(1) == 1 and not any(t.data_ptr() % 16 for t in (q, k))
+
+
+def _is_hopper(q: torch.Tensor, blocks: int) -> bool:
+    """Whether this is a Hopper device with the right Triton, and so many programs fill it."""
+    filled = blocks >= torch.cuda.get_device_properties(q.device).multi_processor_count
     return filled and torch.cuda.get_device_capability(q.device) == (9, 0) and has_gluon()
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexer logits for Hopper: a warp brings tiles with the bulk copy engine, two warpgroups multiply and sum.
+"""Indexer logits for Hopper: a warp brings tiles with the bulk copy engine, two or four warpgroups multiply and sum.
 
-Key-major as `triton_fwd`. Programs are persistent: each walks blocks of
-256 rows of q (queries times heads), which stay in shared memory; tiles of 64 keys go to the two warpgroups in turn. A
-warpgroup sums one half of a product over heads while the other half is multiplied, and while its neighbour's are.
+Key-major as `triton_fwd`. Programs are persistent: each walks blocks of 256 rows of q (queries times heads), which stay
+in shared memory, and tiles of 64 keys. Two warpgroups take the tiles in turn, with both halves of the block; of four,
+two share a tile and have one half each. A warpgroup sums a product over heads while others are multiplied. The four
+lanes that hold a part of the same sums exchange them so that each ends with some of the sums, and stores only those.
 The sums have the order of `triton_fwd`, so a row's scores are the same bits whichever of the two ran. Takes what
 `config.hopper` admits; leaves the rest to `triton_fwd`.
 
@@ -23,12 +24,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vime_kernels.ops.indexer import config
+
 ROWS = gl.constexpr(64)  # keys per tile: the rows of one wgmma
 COLS = gl.constexpr(128)  # rows of q per product; a block has two
 DIM = gl.constexpr(128)
-WORKERS = gl.constexpr(2)
 FILL = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 NAN = gl.constexpr(tl.PropagateNan.ALL)
+
+
+def _rows(registers: list[list[int]], lanes: list[list[int]], shape: list[int]) -> gl.DistributedLinearLayout:
+    """A layout of [64 keys, *shape] whose keys lie as in a product; the other coordinates as given."""
+    rest = [0] * len(shape)
+    return gl.DistributedLinearLayout(
+        [[8, *rest], *([0, *r] for r in registers)],
+        [*([0, *lane] for lane in lanes), [1, *rest], [2, *rest], [4, *rest]],
+        [[16, *rest], [32, *rest]],
+        [],
+        [64, *shape],
+    )
+
+
+# Queries, then the two bits of a lane's place in its row. The lanes of a far, then of a near pair hold other queries.
+FAR_OF_4 = gl.constexpr(_rows([[0, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]], [2, 2, 2, 2]))
+NEAR_OF_4 = gl.constexpr(_rows([[0, 0, 1]], [[0, 1, 0], [1, 0, 0]], [2, 2, 2]))
+FAR_OF_2 = gl.constexpr(_rows([[0, 1, 0]], [[0, 0, 1], [1, 0, 0]], [2, 2, 2]))
 
 
 @gluon.jit
@@ -47,26 +67,43 @@ def block_tiles(starts, ends, first_row, S, N, QUERIES: gl.constexpr):  # type: 
 
 
 @gluon.jit
-def head_weights(  # type: ignore[no-untyped-def]
-    weights, q_scale, row, S, weights_row, q_scale_row, HEADS: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
-    HAS_Q_SCALE: gl.constexpr, layout: gl.constexpr,
+def terms(  # type: ignore[no-untyped-def]
+    inputs, row, S, HEADS: gl.constexpr, HAS_WEIGHTS: gl.constexpr, HAS_Q_SCALE: gl.constexpr,
+    COLUMN: gl.constexpr, QUERY: gl.constexpr,
 ):  # fmt: skip
-    """Weight times scale of every column of one product."""
-    flat = gl.arange(0, COLS, layout=layout)
+    """What one half of a block brings along: weight times scale of every column, and its queries' ranges."""
+    weights, q_scale, _, starts, ends, weights_row, q_scale_row = inputs
+    flat = gl.arange(0, COLS, layout=COLUMN)
     at = row + flat // HEADS
-    w = gl.full([COLS], 1.0, gl.float32, layout)
+    w = gl.full([COLS], 1.0, gl.float32, COLUMN)
     if HAS_WEIGHTS:
         w = gl.load(weights + at * weights_row + flat % HEADS, mask=at < S, other=0.0).to(gl.float32)
     if HAS_Q_SCALE:
         w *= gl.load(q_scale + at * q_scale_row + flat % HEADS, mask=at < S, other=0.0).to(gl.float32)
-    return w
+    query = row + gl.arange(0, COLS // HEADS, layout=QUERY)
+    start = gl.load(starts + query, mask=query < S, other=0)
+    return w, start, gl.load(ends + query, mask=query < S, other=0)
 
 
 @gluon.jit
-def query_ranges(starts, ends, row, S, QUERIES: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Ranges of one product's queries."""
-    query = row + gl.arange(0, QUERIES, layout=layout)
-    return gl.load(starts + query, mask=query < S, other=0), gl.load(ends + query, mask=query < S, other=0)
+def head_sums(x, HEADS: gl.constexpr, OUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over the heads of every query: in a thread, then over the four lanes of a row, the far ones first.
+
+    A step halves the queries that a lane goes on with, where there are several.
+    """
+    QUERIES: gl.constexpr = COLS // HEADS
+    x = gl.permute(gl.reshape(x, [ROWS, QUERIES, HEADS // 8, 4, 2]), (0, 1, 3, 2, 4))
+    x = gl.sum(gl.reshape(x, [ROWS, QUERIES, 4, HEADS // 4]), axis=3)
+    if QUERIES == 4:
+        x = gl.convert_layout(gl.reshape(x, [ROWS, 2, 2, 2, 2]), FAR_OF_4)
+        x = gl.convert_layout(gl.sum(x, axis=3), NEAR_OF_4)
+        x = gl.reshape(gl.sum(x, axis=3), [ROWS, QUERIES])
+    else:
+        x = gl.reshape(x, [ROWS, QUERIES, 2, 2])
+        if QUERIES == 2:
+            x = gl.convert_layout(x, FAR_OF_2)
+        x = gl.sum(gl.sum(x, axis=2), axis=2)
+    return gl.convert_layout(x, OUT)
 
 
 @gluon.jit
@@ -78,8 +115,7 @@ def score(  # type: ignore[no-untyped-def]
     QUERIES: gl.constexpr = COLS // HEADS
     if RELU:
         x = gl.maximum(x, 0.0, propagate_nan=NAN)
-    total = gl.sum(gl.reshape(x * w[None, :], [ROWS, QUERIES, HEADS]), axis=2)
-    total = gl.convert_layout(total, OUT)
+    total = head_sums(x * w[None, :], HEADS, OUT)
     if HAS_K_SCALE:
         total = total * scale[:, None]
     key = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
@@ -92,7 +128,9 @@ def score(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def fill(out, row, first, last, S, N, out_row, ME: gl.constexpr, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
+def fill(  # type: ignore[no-untyped-def]
+    out, row, first, last, S, N, out_row, ME: gl.constexpr, WORKERS: gl.constexpr, QUERIES: gl.constexpr
+):
     """-inf in the columns outside the tiles."""
     column = ME * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, FILL))
     nothing = gl.full([4, 128], float("-inf"), gl.float32, FILL)
@@ -108,12 +146,14 @@ def fill(out, row, first, last, S, N, out_row, ME: gl.constexpr, QUERIES: gl.con
 
 @gluon.jit
 def multiply(  # type: ignore[no-untyped-def]
-    weights, q_scale, k_scale, starts, ends, out, S, N, weights_row, q_scale_row, out_row, blocks,
-    q_s, k_s, q_full, q_empty, full, empty,
-    ME: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
-    HAS_Q_SCALE: gl.constexpr, HAS_K_SCALE: gl.constexpr, RELU: gl.constexpr, CLEAN: gl.constexpr, OUT: gl.constexpr,
+    inputs, out, S, N, out_row, blocks, q_s, k_s, bars,
+    ME: gl.constexpr, WORKERS: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    HAS_WEIGHTS: gl.constexpr, HAS_Q_SCALE: gl.constexpr, HAS_K_SCALE: gl.constexpr, RELU: gl.constexpr,
+    CLEAN: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Worker ME: every other tile of this program."""
+    """Worker ME: every other tile of this program, with both halves of the block or with one."""
+    _, _, k_scale, starts, ends, _, _ = inputs
+    q_full, q_empty, full, empty = bars
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, COLS, 256 // k_s.dtype.primitive_bitwidth]
     )
@@ -121,34 +161,24 @@ def multiply(  # type: ignore[no-untyped-def]
     KEY: gl.constexpr = gl.SliceLayout(1, OUT)
     QUERY: gl.constexpr = gl.SliceLayout(0, OUT)
     QUERIES: gl.constexpr = COLS // HEADS
+    BOTH: gl.constexpr = WORKERS == 2
+    HALF: gl.constexpr = 0 if BOTH else ME % 2
+    TURN: gl.constexpr = ME if BOTH else ME // 2
     t = 0
     for block in range(gl.program_id(0), blocks, gl.num_programs(0)):
         b = block // gl.num_programs(0)
         # The last rows of a causal batch see the most keys: they go first.
-        row = (blocks - 1 - block) * 2 * QUERIES
-        first, last = block_tiles(starts, ends, row, S, N, 2 * QUERIES)
-        w0 = head_weights(
-            weights, q_scale, row, S, weights_row, q_scale_row, HEADS, HAS_WEIGHTS, HAS_Q_SCALE, COLUMN
-        )
-        w1 = head_weights(
-            weights,
-            q_scale,
-            row + QUERIES,
-            S,
-            weights_row,
-            q_scale_row,
-            HEADS,
-            HAS_WEIGHTS,
-            HAS_Q_SCALE,
-            COLUMN,
-        )
-        start0, end0 = query_ranges(starts, ends, row, S, QUERIES, QUERY)
-        start1, end1 = query_ranges(starts, ends, row + QUERIES, S, QUERIES, QUERY)
+        block_row = (blocks - 1 - block) * 2 * QUERIES
+        first, last = block_tiles(starts, ends, block_row, S, N, 2 * QUERIES)
+        row = block_row + HALF * QUERIES
+        w0, start0, end0 = terms(inputs, row, S, HEADS, HAS_WEIGHTS, HAS_Q_SCALE, COLUMN, QUERY)
+        if BOTH:
+            w1, start1, end1 = terms(inputs, row + QUERIES, S, HEADS, HAS_WEIGHTS, HAS_Q_SCALE, COLUMN, QUERY)
         qb = b % Q_STAGES
         mbarrier.wait(q_full.index(qb), (b // Q_STAGES) & 1)
         # Tiles alternate over the whole life of the program, so that no worker has more of them.
-        mine = first + (ME + t) % WORKERS
-        for i in range(mine, last, WORKERS):
+        mine = first + (TURN + t) % 2
+        for i in range(mine, last, 2):
             u = t + i - first
             slot = u % STAGES
             n = i * ROWS
@@ -157,33 +187,41 @@ def multiply(  # type: ignore[no-untyped-def]
                 key = n + gl.arange(0, ROWS, layout=KEY)
                 scale = gl.load(k_scale + key, mask=key < N, other=0.0).to(gl.float32)
             mbarrier.wait(full.index(slot), (u // STAGES) & 1)
-            x0 = gl.zeros([ROWS, COLS], gl.float32, PRODUCT)
-            x1 = gl.zeros([ROWS, COLS], gl.float32, PRODUCT)
             k_t = k_s.index(slot)
-            x0 = warpgroup_mma(k_t, q_s.index(2 * qb).permute((1, 0)), x0, use_acc=False, is_async=True)
-            x1 = warpgroup_mma(k_t, q_s.index(2 * qb + 1).permute((1, 0)), x1, use_acc=False, is_async=True)
-            x0 = warpgroup_mma_wait(1, deps=[x0])
+            x0 = gl.zeros([ROWS, COLS], gl.float32, PRODUCT)
+            q0 = q_s.index(2 * qb + HALF).permute((1, 0))
+            x0 = warpgroup_mma(k_t, q0, x0, use_acc=False, is_async=True)
+            if BOTH:
+                x1 = gl.zeros([ROWS, COLS], gl.float32, PRODUCT)
+                q1 = q_s.index(2 * qb + 1).permute((1, 0))
+                x1 = warpgroup_mma(k_t, q1, x1, use_acc=False, is_async=True)
+                x0 = warpgroup_mma_wait(1, deps=[x0])
+            else:
+                x0 = warpgroup_mma_wait(0, deps=[x0])
+                mbarrier.arrive(empty.index(slot))
             score(
                 x0, w0, scale, n, row, start0, end0, out, S, N, out_row, RELU, HAS_K_SCALE, CLEAN, HEADS, OUT
             )
-            x1 = warpgroup_mma_wait(0, deps=[x1])
-            mbarrier.arrive(empty.index(slot))
-            score(
-                x1, w1, scale, n, row + QUERIES, start1, end1, out, S, N, out_row,
-                RELU, HAS_K_SCALE, CLEAN, HEADS, OUT,
-            )  # fmt: skip
+            if BOTH:
+                x1 = warpgroup_mma_wait(0, deps=[x1])
+                mbarrier.arrive(empty.index(slot))
+                score(
+                    x1, w1, scale, n, row + QUERIES, start1, end1, out, S, N, out_row,
+                    RELU, HAS_K_SCALE, CLEAN, HEADS, OUT,
+                )  # fmt: skip
         mbarrier.arrive(q_empty.index(qb))
         t += last - first
         if CLEAN:
-            fill(out, row, first, last, S, N, out_row, ME, 2 * QUERIES)
+            fill(out, block_row, first, last, S, N, out_row, ME, WORKERS, 2 * QUERIES)
 
 
 @gluon.jit
 def bring(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, starts, ends, S, N, blocks, q_s, k_s, q_full, q_empty, full, empty,
+    q_desc, k_desc, starts, ends, S, N, blocks, q_s, k_s, bars,
     HEADS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer's one warp."""
+    q_full, q_empty, full, empty = bars
     QUERIES: gl.constexpr = COLS // HEADS
     t = 0
     for block in range(gl.program_id(0), blocks, gl.num_programs(0)):
@@ -208,10 +246,11 @@ def bring(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["S", "blocks"])  # a row's bits must not depend on how many there are
 def logits_kernel(  # type: ignore[no-untyped-def]
     q_desc, k_desc, weights, q_scale, k_scale, starts, ends, out, S, N, weights_row, q_scale_row, out_row, blocks,
-    HEADS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
-    HAS_Q_SCALE: gl.constexpr, HAS_K_SCALE: gl.constexpr, RELU: gl.constexpr, CLEAN: gl.constexpr, OUT: gl.constexpr,
+    WORKERS: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    HAS_WEIGHTS: gl.constexpr, HAS_Q_SCALE: gl.constexpr, HAS_K_SCALE: gl.constexpr, RELU: gl.constexpr,
+    CLEAN: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Buffers and barriers of one program, then its three roles."""
+    """Buffers and barriers of one program, then its roles."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * Q_STAGES, COLS, DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, ROWS, DIM], k_desc.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -224,35 +263,58 @@ def logits_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(q_empty.index(i), count=WORKERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WORKERS // 2)
     fence_async_shared()
     gl.thread_barrier()
-    gl.warp_specialize(
-        [
-            (multiply, (
-                weights, q_scale, k_scale, starts, ends, out, S, N, weights_row, q_scale_row, out_row, blocks,
-                q_s, k_s, q_full, q_empty, full, empty,
-                0, HEADS, STAGES, Q_STAGES, HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
-            )),
-            (multiply, (
-                weights, q_scale, k_scale, starts, ends, out, S, N, weights_row, q_scale_row, out_row, blocks,
-                q_s, k_s, q_full, q_empty, full, empty,
-                1, HEADS, STAGES, Q_STAGES, HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
-            )),
-            (bring, (
-                q_desc, k_desc, starts, ends, S, N, blocks, q_s, k_s, q_full, q_empty, full, empty,
-                HEADS, STAGES, Q_STAGES,
-            )),
-        ],
-        [4, 1], [232, 40],
-    )  # fmt: skip
+    inputs = (weights, q_scale, k_scale, starts, ends, weights_row, q_scale_row)
+    bars = (q_full, q_empty, full, empty)
+    if WORKERS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    inputs, out, S, N, out_row, blocks, q_s, k_s, bars, 0, WORKERS, HEADS, STAGES, Q_STAGES,
+                    HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
+                )),
+                (multiply, (
+                    inputs, out, S, N, out_row, blocks, q_s, k_s, bars, 1, WORKERS, HEADS, STAGES, Q_STAGES,
+                    HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
+                )),
+                (bring, (
+                    q_desc, k_desc, starts, ends, S, N, blocks, q_s, k_s, bars, HEADS, STAGES, Q_STAGES,
+                )),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    inputs, out, S, N, out_row, blocks, q_s, k_s, bars, 0, WORKERS, HEADS, STAGES, Q_STAGES,
+                    HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
+                )),
+                (multiply, (
+                    inputs, out, S, N, out_row, blocks, q_s, k_s, bars, 1, WORKERS, HEADS, STAGES, Q_STAGES,
+                    HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
+                )),
+                (multiply, (
+                    inputs, out, S, N, out_row, blocks, q_s, k_s, bars, 2, WORKERS, HEADS, STAGES, Q_STAGES,
+                    HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
+                )),
+                (multiply, (
+                    inputs, out, S, N, out_row, blocks, q_s, k_s, bars, 3, WORKERS, HEADS, STAGES, Q_STAGES,
+                    HAS_WEIGHTS, HAS_Q_SCALE, HAS_K_SCALE, RELU, CLEAN, OUT,
+                )),
+                (bring, (
+                    q_desc, k_desc, starts, ends, S, N, blocks, q_s, k_s, bars, HEADS, STAGES, Q_STAGES,
+                )),
+            ],
+            [4, 4, 4, 1], [112, 112, 112, 24],
+        )  # fmt: skip
 
 
 def _sums(queries: int) -> gl.DistributedLinearLayout:
-    """How the sums of one product lie in the registers of a warpgroup: four lanes hold the same."""
-    registers = [[8, 0]] + [[0, 1 << i] for i in range(queries.bit_length() - 1)]
-    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, queries])
+    """How the sums of one product lie in a warpgroup's registers: lanes of a row have other queries, if there are."""
+    return _rows([], {4: [[1], [2]], 2: [[0], [1]], 1: [[0], [0]]}[queries], [queries])
 
 
 def indexer_logits(
@@ -278,9 +340,9 @@ def indexer_logits(
         TensorDescriptor.from_tensor(q.view(S * H, D), [128, 128], layout),
         TensorDescriptor.from_tensor(k, [64, 128], layout),
         out if weights is None else weights, out if q_scale is None else q_scale, out if k_scale is None else k_scale,
-        starts, ends, out, S, N,
-        0 if weights is None else weights.stride(0), 0 if q_scale is None else q_scale.stride(0), out.stride(0), blocks,
-        HEADS=H, STAGES=8 if bits == 8 else 4, Q_STAGES=2 if bits == 8 else 1, HAS_WEIGHTS=weights is not None,
-        HAS_Q_SCALE=q_scale is not None, HAS_K_SCALE=k_scale is not None, RELU=use_relu, CLEAN=clean_logits,
-        OUT=_sums(queries), num_warps=4,
+        starts, ends, out, S, N, 0 if weights is None else weights.stride(0),
+        0 if q_scale is None else q_scale.stride(0), out.stride(0), blocks,
+        WORKERS=config.logits_workers(q), HEADS=H, STAGES=8 if bits == 8 else 4, Q_STAGES=2 if bits == 8 else 1,
+        HAS_WEIGHTS=weights is not None, HAS_Q_SCALE=q_scale is not None, HAS_K_SCALE=k_scale is not None,
+        RELU=use_relu, CLEAN=clean_logits, OUT=_sums(queries), num_warps=4,
     )  # fmt: skip

@@ -12,6 +12,8 @@ MAX_DIM = 576
 # Slots of a row that the loss looks at together, and how many of them are a warp's.
 LOSS_SLOTS = 2048
 LOSS_SLOTS_PER_WARP = 512
+# Rows whose losses are added together.
+LOSS_ROWS = 4096
 
 
 class TargetTile(NamedTuple):

@@ -126,7 +126,9 @@ def indexer_kl_loss(
         HAS_MASK=row_mask is not None, WITH_GRADIENT=with_gradient, BLOCK=block,
         num_warps=max(1, block // config.LOSS_SLOTS_PER_WARP),
     )  # fmt: skip
-    _total_kernel[(1,)](losses, counted, loss, weight, S, coeff, MEAN=mean, BLOCK=4096, num_warps=16)
+    _total_kernel[(1,)](
+        losses, counted, loss, weight, S, coeff, MEAN=mean, BLOCK=config.LOSS_ROWS, num_warps=16
+    )
     return loss, weight, gradient
 
 

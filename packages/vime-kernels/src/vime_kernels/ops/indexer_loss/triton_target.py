@@ -2,6 +2,7 @@
 """The teacher of the indexer in Triton: attention mass of every pick, summed over heads on chip.
 
 One program per query row, all heads at once. Given the denominator it walks the row's keys once; without it, twice.
+With the denominator, widths 512 and 512 + 64 go to `gluon_target` on Hopper.
 """
 
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from vime_kernels._slots import fill_slots, used_slots
 from vime_kernels.ops.indexer_loss import config
+from vime_kernels.ops.sparse_attention.config import hopper
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -89,6 +91,11 @@ def indexer_kl_target(
     out = torch.empty(S, K, dtype=torch.float32, device=query.device)
     if 0 in (S, H, N, K):
         return out.zero_()
+    if lse is not None and hopper(query, key, d_v=512):
+        from vime_kernels.ops.indexer_loss import gluon_target
+
+        gluon_target.indexer_kl_target(query, key, indices, lse, sm_scale, out)
+        return out
     main = max(16, 1 << (D.bit_length() - 1))
     heads = max(16, triton.next_power_of_2(H))
     tile = config.target_tile(heads, D)

@@ -13,10 +13,8 @@ import triton.language as tl
 
 from vime_kernels.ops.sparse_attention.sources import Sources
 
-ROW_BITS = tl.constexpr(24)
+ROW_BITS = tl.constexpr(23)
 NO_KEY = tl.constexpr(2147483647)
-# Entries that a program merges in registers.
-MOST = 8192
 BLOCK = tl.constexpr(128)
 
 
@@ -40,7 +38,7 @@ def write_ranges(words, starts, ends, first, S, n, shift, G: tl.constexpr):  # t
         has = (key >= start[None, :]) & (key < end[None, :])
         bits = tl.sum(has.to(tl.int32) << g[None, :], 1)
         row = tl.max(tl.where(has, key, 0), 1) + shift
-        tl.store(words + slot, tl.where(bits != 0, row | bits << ROW_BITS, 0), mask=slot < count)
+        tl.store(words + slot, tl.where(bits != 0, row | bits << ROW_BITS, -1), mask=slot < count)
     return count
 
 
@@ -106,8 +104,8 @@ def write_picks(  # type: ignore[no-untyped-def]
     if ascending:
         key = merge(key, LOG_G, LOG_K)
     before = tl.gather(key, tl.maximum(e - 1, 0), 0)
-    # A run is one pick of several rows. The same row again begins another run; so does everything that is not merged.
-    head = ((key // G != before // G) | (key == before) | (not ascending)).to(tl.int32)
+    # A run is one pick of several rows; the same row again begins another.
+    head = ((key // G != before // G) | (key == before)).to(tl.int32)
     counted = head & (key != NO_KEY).to(tl.int32)
     _, bits, runs = tl.associative_scan((head, 1 << key % G, counted), 0, run_so_far)
     last = (tl.gather(head, tl.minimum(e + 1, G * KP - 1), 0) != 0) | (e == G * KP - 1)
