@@ -85,6 +85,12 @@ def test_a_row_of_the_table(modules: Any) -> None:
     assert cells == ["`cp2-16k`", "300, 250", "27 000", "90 %", "22 %", "60.0, 59.5", "41", "20.0, 21.5"]
 
 
+def test_the_documentation_shows_the_records(modules: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [str(BENCHMARKS / "results" / f"{name}.json") for name in ("slice-h200", "multi_gpu")]
+    doc = Path(__file__).parents[3] / "docs" / "scaling.md"
+    assert modules("table").main([*records, "--doc", str(doc), "--check"]) == 0, capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_dry_step() -> None:
     run = subprocess.run(

@@ -16,7 +16,9 @@ def order(valid_SK: torch.Tensor, indices_SK: torch.Tensor, n: int) -> tuple[tor
 
     Slots that are not valid come last, behind the run of row n - 1.
     """
-    rows, slots = torch.where(valid_SK, indices_SK, n).flatten().sort(stable=True)
+    rows = torch.where(valid_SK, indices_SK, n).flatten()
+    # Half the digits to sort by, where they suffice.
+    rows, slots = rows.to(torch.int16 if n < 2**15 else rows.dtype).sort(stable=True)
     place = torch.empty(rows.shape, dtype=torch.int32, device=rows.device)
     place[slots] = torch.arange(len(slots), dtype=torch.int32, device=rows.device)
     boundaries = torch.arange(n + 1, dtype=rows.dtype, device=rows.device)

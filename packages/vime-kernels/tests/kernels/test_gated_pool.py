@@ -69,14 +69,15 @@ def test_many_sequences(device, monkeypatch, ratio, overlap):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
 
 
-def test_hf_rounding_equals_the_reference(device):
+@pytest.mark.parametrize("ratio", [4, 40], ids=["short", "long"])
+def test_hf_rounding_equals_the_reference(device, ratio):
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, score = torch.randn(2, 40, 16, device=device).to(dtype)
-    ape = torch.randn(4, 16, device=device)
+    ape = torch.randn(ratio, 16, device=device)
     cu = torch.tensor([0, 40], dtype=torch.int32, device=device)
-    mine, _ = dsa.gated_pool(x, score, ape, cu, 4, rounding="hf", backend="triton")
-    reference, _ = dsa.gated_pool(x, score, ape, cu, 4, rounding="hf", backend="torch")
+    mine, _ = dsa.gated_pool(x, score, ape, cu, ratio, rounding="hf", backend="triton")
+    reference, _ = dsa.gated_pool(x, score, ape, cu, ratio, rounding="hf", backend="torch")
     torch.testing.assert_close(mine, reference, rtol=1e-6 if device == "cpu" else 8e-3, atol=1e-6)
 
 

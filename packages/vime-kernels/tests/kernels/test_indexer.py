@@ -180,3 +180,20 @@ def test_two_rows_become_one_list(device):
         once = pair not in (2, 3)
         assert counts[pair] == (len(named.unique()) if once else 2 * K)
         assert not once or torch.equal(used, used.sort().values)
+
+
+@pytest.mark.parametrize("n", [40, 2**15 - 1, 2**15], ids=["few-rows", "most-for-16-bits", "one-more"])
+def test_slots_are_ordered_by_row_and_then_as_they_came(device, n):
+    from vime_kernels._ordered_sum import order
+
+    torch.manual_seed(0)
+    rows = torch.randint(n - 30, n, (9, 20), dtype=torch.int32)
+    valid = torch.rand(9, 20) < 0.8
+    place, offsets = (t.cpu() for t in order(valid.to(device), rows.to(device), n))
+    keys = [
+        row if ok else n for row, ok in zip(rows.flatten().tolist(), valid.flatten().tolist(), strict=True)
+    ]
+    expected = sorted(range(len(keys)), key=lambda slot: keys[slot])
+    assert place.argsort().tolist() == expected
+    assert offsets[: n - 29].tolist() == [0] * (n - 29)
+    assert offsets.diff()[n - 30 :].tolist() == [keys.count(row) for row in range(n - 30, n)]

@@ -81,10 +81,13 @@ def test_a_nan_stays_in_its_row(monkeypatch):
 @pytest.mark.parametrize("use_relu, weighted", [(True, True), (False, False)], ids=["relu", "linear-ones"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("H", [32, 64], ids=["32", "64"])
-def test_gradients_of_scores(monkeypatch, H, dtype, use_relu, weighted):
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "repeatable"])
+def test_gradients_of_scores(monkeypatch, H, dtype, use_relu, weighted, deterministic):
     torch.manual_seed(H)
     S, N, K = 331, 3003, 210
-    monkeypatch.setattr(config, "PAIRS_BYTES", 130 * K * 12)  # three chunks, the last one with a row alone
+    # Three chunks, the last one with a row alone.
+    monkeypatch.setattr(config, "PAIRS_BYTES", 130 * K * 12)
+    monkeypatch.setattr(config, "ORDERED_BYTES", 130 * K * (12 + 256))
     q, k = torch.randn(S, H, 128, device="cuda").to(dtype), torch.randn(N, 128, device="cuda").to(dtype)
     weights = torch.randn(S, H, device="cuda")
     likes = torch.rand(S // 16 + 1, N, device="cuda").repeat_interleave(16, 0)[:S]
@@ -97,15 +100,43 @@ def test_gradients_of_scores(monkeypatch, H, dtype, use_relu, weighted):
     indices[20, 7], indices[22, 8] = -1, N
     grad = torch.randn(S, K, device="cuda")
     assert config.hopper_scores(q, k)
-    results = []
-    for cast, backend in ((torch.float64, "torch"), (None, "triton")):
+
+    def gradients(cast, backend):
         leaves = [t.to(cast or t.dtype).detach().requires_grad_() for t in (q, k, weights)]
         scores = dsa.indexer_scores(
-            *leaves[:2], leaves[2] if weighted else None, indices, use_relu=use_relu, backend=backend
-        )
+            *leaves[:2], leaves[2] if weighted else None, indices,
+            use_relu=use_relu, deterministic=deterministic, backend=backend,
+        )  # fmt: skip
         found = scores.masked_fill(scores.isneginf(), 0.0)
-        results.append(torch.autograd.grad(found, leaves[: 2 + weighted], grad.to(found.dtype)))
-    for mine, exact in zip(results[1], results[0], strict=True):
-        error = (mine.double() - exact).norm() / exact.norm()
+        return torch.autograd.grad(found, leaves[: 2 + weighted], grad.to(found.dtype))
+
+    exact, found = gradients(torch.float64, "torch"), gradients(None, "triton")
+    for mine, reference in zip(found, exact, strict=True):
+        error = (mine.double() - reference).norm() / reference.norm()
         assert error < (4e-3 if dtype == torch.bfloat16 else 6e-4)
-        assert not mine[10:12].any() or mine.shape[0] == N
+    assert not found[0][10:12].any()
+    if deterministic:
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(None, "triton"), found))
+
+
+@pytest.mark.parametrize(
+    "N, K", [(1, 1), (3, 64), (70, 65)], ids=["one-key", "more-picks-than-keys", "a-tile-and-one"]
+)
+def test_gradients_of_few_keys(N, K):
+    torch.manual_seed(N)
+    S, H = 270, 64
+    leaves = [torch.randn(S, H, 128, device="cuda").bfloat16(), torch.randn(N, 128, device="cuda").bfloat16()]
+    indices = (
+        torch.arange(K, device="cuda", dtype=torch.int32).expand(S, K).contiguous()
+    )  # from N on: no pick
+    grad = torch.randn(S, K, device="cuda")
+    assert config.hopper_scores(*leaves)
+    results = []
+    for cast, backend in ((torch.float64, "torch"), (torch.bfloat16, "triton")):
+        q, k = (t.to(cast).detach().requires_grad_() for t in leaves)
+        found = dsa.indexer_scores(q, k, None, indices, backend=backend)
+        found = found.masked_fill(found.isneginf(), 0.0)
+        results.append(torch.autograd.grad(found, (q, k), grad.to(found.dtype)))
+    for mine, exact in zip(results[1], results[0], strict=True):
+        assert (mine.double() - exact).norm() / exact.norm() < 4e-3

@@ -80,10 +80,10 @@ def ranges(rows: int = S) -> Tensors:
     return int32(starts), int32(starts + torch.randint(0, N // 2 - EDGE, (rows,), device=DEVICE))
 
 
-def picks() -> torch.Tensor:
+def picks(rows: int = S, holes: slice = slice(None, None, 9)) -> torch.Tensor:
     """Distinct rows from EDGE on, ascending, a few slots empty, a row without any."""
-    best = torch.rand(S, N - 2 * EDGE, device=DEVICE).topk(K, 1).indices.sort(1).values + EDGE
-    best[:, ::9], best[S // 2] = -1, -1
+    best = torch.rand(rows, N - 2 * EDGE, device=DEVICE).topk(K, 1).indices.sort(1).values + EDGE
+    best[:, holes], best[rows // 2] = -1, -1
     return int32(best)
 
 
@@ -170,6 +170,22 @@ CASES: dict[str, Case] = {
     "indexer_scores-repeatable": Case(
         lambda *t: dsa.indexer_scores(*t, deterministic=True),
         lambda: (randn(S, H, D), randn(N, D), f32(S, H), picks()),
+        leaves=3,
+        unread=edges_of(1),
+    ),
+    "indexer_scores-many-rows": Case(  # enough of them for the kernel written for Hopper
+        lambda *t: dsa.indexer_scores(*t),
+        lambda: (randn(15 * S, 2 * H, 2 * D), randn(N, 2 * D), f32(15 * S, 2 * H), picks(15 * S)),
+        leaves=3,
+        unread=edges_of(1),
+        atomic=True,
+    ),
+    "indexer_scores-many-rows-repeatable": Case(
+        lambda *t: dsa.indexer_scores(*t, deterministic=True),
+        lambda: (
+            *(randn(15 * S, 4 * H, 2 * D), randn(N, 2 * D), f32(15 * S, 4 * H)),
+            picks(15 * S, slice(K - 3, None)),
+        ),
         leaves=3,
         unread=edges_of(1),
     ),

@@ -63,8 +63,8 @@ class Step:
 
 def microbatches(packed: bool = False) -> list[torch.Tensor]:
     """Token ids [1, rows + 1]: inputs and, one further, labels. Packed sequences count as one row of text."""
-    # Seeds whose draws keep every selection of the checkpoint away from ties.
-    generator = torch.Generator().manual_seed(2 if packed else 7)
+    # Seeds whose draws keep every selection of the checkpoint away from ties, and every value from its clamp.
+    generator = torch.Generator().manual_seed(12 if packed else 7)
     rows = [sum(pack) for pack in PACKS] if packed else LENGTHS
     return [torch.randint(CONFIG["vocab_size"], (1, n + 1), generator=generator).to(DEVICE) for n in rows]
 

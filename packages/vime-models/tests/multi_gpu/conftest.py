@@ -24,6 +24,9 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one-gpu")
     (result,) = launch(DIST / "worker.py", 1, ["reference"], directory, device="cuda")["reference"]
     assert result["gap"] > 1e-5, "a top-k is so close to a tie that rounding could decide it"
+    assert result["clamp"] > 1e-6, (
+        "a value is so close to the bound of its clamp that rounding could decide it"
+    )
     return directory
 
 

@@ -10,7 +10,8 @@ from harness import Results
 from layouts import LAYOUTS, NCCL_LAYOUTS
 from worlds import WORLDS, record_largest
 
-# Relative. float64 runs the torch ops and proves what is sent where; float32 runs the Triton kernels, TF32 off.
+# Relative. float64 runs the torch ops and proves what is sent where; float32 runs the Triton kernels, TF32 off, but for
+# the core of the attention, which has 16-bit kernels only.
 LIMITS = {"float64": (1e-12, 1e-11), "float32": (2e-6, 1e-4)}
 CASES = [
     (size, f"{name}-{precision}")

@@ -21,8 +21,9 @@ from vime_convert.verify.compare import Trace
 from vime_convert.verify.margins import Margins, RowGaps
 from vime_convert.verify.precision import Precision, running_in
 
-# Two float32 programs differ by less than this before a selection or a clamp, so neither crosses the edge alone.
-TOPK_MARGIN, CLAMP_MARGIN = 1e-5, 1e-6
+# Two float32 programs differ by less than this before a selection or a clamp, so neither crosses the edge alone. On an
+# H200 a value 1.4e-6 from its bound was on either side of it, which showed as 5 % of one gradient.
+TOPK_MARGIN, CLAMP_MARGIN = 1e-5, 5e-6
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -155,17 +155,17 @@ class DSv4Attention(MegatronModule):
 
     def _attend(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """[T, h] to [T, h]."""
-        cos, sin = self.rope.cos_sin(layout.positions, x.dtype)
+        order, backend = self.cp.queries(layout), self.options.backend
+        cos, sin = self.rope.cos_sin(order.positions, x.dtype)
         q_lora = self.q_norm(self.wq_a(x)[0])
-        q_SHD = self.wq_b(q_lora)[0].view(-1, self.heads, self.head_dim)
-        backend = self.options.backend
+        # Balanced rows change ranks where they are narrow: here, and as outputs.
+        q_SHD = self.wq_b(self.cp.balance(q_lora, layout))[0].view(-1, self.heads, self.head_dim)
         q_SHD = rotate(q_SHD, cos, sin, norm_eps=self.config.layernorm_epsilon, backend=backend)
         key_x = self.cp.with_halo(x, layout)
         key_rotation = self.rope.cos_sin(layout.key_positions, x.dtype) if layout.halo else (cos, sin)
         kv_ND = rotate(self.kv_norm(self.wkv(key_x)[0]), *key_rotation, backend=backend)
         kv_ND = self._shared(quantise_latent(kv_ND, self.options))
         entries, chosen = self._compressed(key_x, q_lora, layout)
-        q_SHD = self.cp.balance(q_SHD, layout)
         attended, lse_SH = sparse_attention_v4(
             q_SHD,
             self.cp.balance_keys(kv_ND, layout),
@@ -175,7 +175,7 @@ class DSv4Attention(MegatronModule):
             window=self.window,
             return_lse=True,
             backend=backend,
-            **self.cp.queries(layout).window,
+            **order.window,
             **chosen,
         )
         if self.trains_indexer and torch.is_grad_enabled():
@@ -191,9 +191,9 @@ class DSv4Attention(MegatronModule):
                 layout,
             )
         # Values carry their key's rotation; turning back at the query leaves the relative position.
-        o_SHD = rotate(self.cp.restore(attended, layout), cos, sin, inverse=True, backend=backend)
+        o_SHD = rotate(attended, cos, sin, inverse=True, backend=backend)
         z_SGR = self.wo_a(o_SHD.reshape(len(x), self.groups, -1))
-        return self.wo_b(z_SGR.flatten(1))[0]
+        return self.cp.restore(self.wo_b(z_SGR.flatten(1))[0], layout)
 
     def _compressed(
         self, key_x: torch.Tensor, q_lora: torch.Tensor, layout: TokenLayout

@@ -53,7 +53,7 @@ class RepeatableDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 def _sum(rows: torch.Tensor, places_TK: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.embedding_bag(places_TK, rows, mode="sum")
+    return rows.index_select(0, places_TK.flatten()).unflatten(0, places_TK.shape).sum(1)
 
 
 class _Spread(torch.autograd.Function):

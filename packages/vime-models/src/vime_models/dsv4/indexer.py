@@ -107,12 +107,11 @@ class Indexer(MegatronModule):
             """Picks of all rows, or of the given ones; every rank communicates, whether it was given rows or not."""
             keys = self.cp.gather_entries(self._keys(hidden, layout, table), layout, ratio)
             weights = self.cp.balance(self._weights(hidden, layout), layout)
-            first, end = starts, ends
-            if rows is None:
-                queries = self.cp.balance(self._queries(q_lora, layout.positions, table), layout)
-            else:
-                queries = self._queries(self.cp.balance(q_lora, layout)[rows], order.positions[rows], table)
-                weights, first, end = weights[rows], starts[rows], ends[rows]
+            given = (self.cp.balance(q_lora, layout), order.positions, weights, starts, ends)
+            low_rank, positions, weights, first, end = (
+                given if rows is None else (each[rows] for each in given)
+            )
+            queries = self._queries(low_rank, positions, table)
             return indexer_topk(
                 queries,
                 keys,

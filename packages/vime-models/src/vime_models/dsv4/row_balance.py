@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every context-parallel rank the same causal work: the queries move, the results move back.
+"""Gives every context-parallel rank the same causal work: low-rank queries move, outputs move back.
 
 Late queries see more compressed entries than early ones, so the last of C contiguous ranks scores up to twice the
 average. Here the stream (or each row of a batch) is cut into parts (`vime_replay.layout.balance_folds`), each part into

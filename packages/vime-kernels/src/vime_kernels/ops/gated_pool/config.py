@@ -11,6 +11,14 @@ SEQUENCES = 128
 # Values of x in a tile, the fewest channels of it, and values that a thread holds. Short pools fit in one warp, whose
 # sums need no barrier.
 VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 64
+# Pools from so many slots on are long.
+LONG = 32
+# Forward, a warp looks at steps times lanes of their slots together, and at so many channels.
+LONG_STEPS, LONG_LANES, LONG_CHANNELS = 4, 2, 128
+# Backward, a warp has so many slots of so many pools, and so many channels.
+LONG_BWD_SLOTS, LONG_BWD_POOLS, LONG_BWD_CHANNELS = 2, 16, 256
+# The backward pass of short pools, so that 16 of its warps share a multiprocessor.
+BACKWARD_REGISTERS = 128
 
 
 class Tile(NamedTuple):
@@ -33,10 +41,19 @@ def tile_bwd(ratio: int, overlap: bool, channels: int) -> Tile:
     return _tile(ratio, overlap, channels, 16 if 8 <= slots <= 32 else 8)
 
 
+def is_long(ratio: int, overlap: bool) -> bool:
+    """Whether a pool is walked over, and not held in registers."""
+    return not overlap and _slots(ratio, overlap) >= LONG
+
+
+def channel_block(channels: int, widest: int) -> int:
+    """Channels of a program, a power of two."""
+    return min(widest, max(16, 1 << (channels - 1).bit_length()))
+
+
 def _tile(ratio: int, overlap: bool, channels: int, pools: int) -> Tile:
     slots = _slots(ratio, overlap)
-    widest = max(MIN_CHANNELS, VALUES // slots)
-    block = min(widest, max(16, 1 << (channels - 1).bit_length()))
+    block = channel_block(channels, max(MIN_CHANNELS, VALUES // slots))
     return Tile(slots, block, pools, min(16, max(1, slots * block // (32 * PER_THREAD))))
 
 

@@ -78,7 +78,7 @@ def gated_pool(
         from vime_kernels.ops.gated_pool import triton_fwd
 
         small = [None if t is None else t.contiguous() for t in (ape, halo_x, halo_score, cu_seqlens)]
-        return triton_fwd.gated_pool(x_TC, score_TC, *small, ratio, overlap, rounding == "hf")
+        return triton_fwd.gated_pool(x_TC, score_TC, *small, ratio, overlap, rounding == "hf")[:2]
     acc = _checks.accum_dtype(x_TC, score_TC, ape)
     return reference.gated_pool(
         x_TC, score_TC, ape, cu_seqlens, ratio, overlap=overlap, rounding=rounding, halo=halo, acc=acc

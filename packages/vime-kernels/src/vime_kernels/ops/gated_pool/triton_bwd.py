@@ -13,34 +13,7 @@ import triton.language as tl
 
 from vime_kernels.ops.gated_pool import config
 from vime_kernels.ops.gated_pool.triton_fwd import average, bias_offset, find, follow, place, read
-
-
-@triton.jit
-def _zero_rows(dx, dscore, first, last, column, width, C, BLOCK_T: tl.constexpr = 8):  # type: ignore[no-untyped-def]
-    for start in range(first, last, BLOCK_T):
-        row = start + tl.arange(0, BLOCK_T)[:, None]
-        offset = row.to(tl.int64) * C + column
-        mask = (row < last) & (column < width)
-        tl.store(dx + offset, tl.zeros(offset.shape, dx.dtype.element_ty), mask=mask)
-        tl.store(dscore + offset, tl.zeros(offset.shape, dscore.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _zero_unpooled(  # type: ignore[no-untyped-def]
-    dx, dscore, b, cu_seqlens, T, B, C, D, ratio, OVERLAP: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Zeros for leftover tokens, for the halves that no later group reads, and for rows of no sequence (b = B)."""
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    first = tl.load(cu_seqlens + b)
-    end = T
-    leftover = first
-    if b < B:
-        end = tl.load(cu_seqlens + b + 1)
-        leftover = first + (end - first) // ratio * ratio
-    _zero_rows(dx, dscore, leftover, end, column, D, C)
-    if OVERLAP:
-        _zero_rows(dx, dscore, leftover, end, column + D, C, C)
-        _zero_rows(dx, dscore, tl.maximum(leftover - ratio, first), leftover, column, D, C)
+from vime_kernels.ops.gated_pool.triton_zero import zero_unpooled
 
 
 @triton.jit(do_not_specialize=["P", "T", "B"])
@@ -52,8 +25,7 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     group = tl.program_id(0) - (B + 1)
     if group < 0:
-        b = tl.program_id(0)
-        _zero_unpooled(dx, dscore, b, cu_seqlens, T, B, C, D, ratio, OVERLAP, BLOCK_D)
+        zero_unpooled(dx, dscore, cu_seqlens, T, B, C, D, ratio, OVERLAP, BLOCK_D)
         return
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     m = tl.arange(0, SLOTS)[:, None]
@@ -93,10 +65,11 @@ def gated_pool_bwd(
     halo_x: torch.Tensor | None,
     halo_score: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
+    stats: torch.Tensor,
     ratio: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, score, ape and the two halo tensors (empty without a halo)."""
+    """Gradients of x, score, ape and the two halo tensors (empty without a halo); `stats` only of long pools."""
     T, C = x.shape
     P, D, B = T // ratio, C // 2 if overlap else C, len(cu_seqlens) - 1
     dx, dscore = torch.empty_strided(x.shape, (C, 1), dtype=x.dtype, device=x.device), score.new_empty(T, C)
@@ -106,6 +79,11 @@ def gated_pool_bwd(
     ]
     if not P or not B or not D:
         return dx.zero_(), dscore.zero_(), torch.zeros_like(ape), dhalo[0], dhalo[1]
+    if stats.numel():
+        from vime_kernels.ops.gated_pool import triton_long
+
+        dape = triton_long.backward(grad, x, score, ape, cu_seqlens, stats, dx, dscore, ratio)
+        return dx, dscore, dape, dhalo[0], dhalo[1]
     tile = config.tile_bwd(ratio, overlap, D)
     programs = triton.cdiv(P, tile.pools)
     dape_partial = torch.empty(programs, ratio, C, dtype=torch.float32, device=x.device)
@@ -113,7 +91,7 @@ def gated_pool_bwd(
         grad, x, score, ape, halo_x, halo_score, cu_seqlens, dx, dscore, dape_partial, *dhalo,
         P, T, B, C, D, x.stride(0), score.stride(0), ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None,
         SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, SEQUENCES=config.SEQUENCES,
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, maxnreg=config.BACKWARD_REGISTERS if tile.num_warps == 1 else None,
     )  # fmt: skip
     return dx, dscore, dape_partial.sum(0), dhalo[0], dhalo[1]
 
@@ -127,6 +105,7 @@ def _(
     halo_x: torch.Tensor | None,
     halo_score: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
+    stats: torch.Tensor,
     ratio: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

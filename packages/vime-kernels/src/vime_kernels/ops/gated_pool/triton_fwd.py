@@ -40,6 +40,17 @@ def find(pool, cu_seqlens, B, ratio, cu_pools, WRITE: tl.constexpr, SEQUENCES: t
 
 
 @triton.jit
+def cumulate(pool, cu_seqlens, cu_pools, B, ratio, SEQUENCES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same, and one program writes cu_pools on the way."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(cu_pools, 0)
+        sequence, before = find(pool, cu_seqlens, B, ratio, cu_pools, True, SEQUENCES)
+    else:
+        sequence, before = find(pool, cu_seqlens, B, ratio, None, False, SEQUENCES)
+    return sequence, before
+
+
+@triton.jit
 def follow(pool, sequence, before, cu_seqlens, B, ratio):  # type: ignore[no-untyped-def]
     """The same for a later pool; and its first token, whether it exists, whether it opens its sequence."""
     start = tl.load(cu_seqlens + tl.minimum(sequence, B - 1))
@@ -77,9 +88,8 @@ def place(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read(tensor, halo, row, token, column, here, in_halo, C, ratio, HALO: tl.constexpr, missing):  # type: ignore[no-untyped-def]
-    """The slots of a pool; `missing` where there is none. Past the first cache, where the position bias stays."""
-    at = tensor + token.to(tl.int64) * row + column
-    value = tl.load(at, mask=here, other=missing, cache_modifier=".cg")
+    """The slots of a pool; `missing` where there is none."""
+    value = tl.load(tensor + token.to(tl.int64) * row + column, mask=here, other=missing)
     if HALO:
         m = tl.arange(0, value.shape[0])[:, None]
         value = tl.where(in_halo, tl.load(halo + m * C + column, mask=in_halo, other=missing), value)
@@ -112,13 +122,9 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    offset, used = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
+    offset, _ = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
     begin = tl.program_id(0) * POOLS
-    if (begin == 0) & (tl.program_id(1) == 0):
-        tl.store(cu_pools, 0)
-        sequence, before = find(begin, cu_seqlens, B, ratio, cu_pools, True, SEQUENCES)
-    else:
-        sequence, before = find(begin, cu_seqlens, B, ratio, None, False, SEQUENCES)
+    sequence, before = cumulate(begin, cu_seqlens, cu_pools, B, ratio, SEQUENCES)
     for pool in range(begin, tl.minimum(begin + POOLS, P)):
         sequence, before, first, live, opens = follow(pool, sequence, before, cu_seqlens, B, ratio)
         token, column, here, in_halo, alive = place(
@@ -127,7 +133,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
         z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
         given = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
         value = given.to(tl.float32)
-        bias = tl.load(ape + offset, mask=used, other=0.0)
+        bias = tl.load(ape + offset, mask=here | in_halo, other=0.0)
         weights, pooled = average(z, value, bias, alive)
         if ROUND_WEIGHTS:
             product = (weights.to(given.dtype).to(tl.float32) * value).to(given.dtype)
@@ -146,16 +152,21 @@ def gated_pool(
     ratio: int,
     overlap: bool,
     round_weights: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pooled rows [T // ratio, D] and cumulative counts int32 [B + 1].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pooled rows [T // ratio, D], cumulative counts int32 [B + 1], and what long pools leave for backward.
 
     Arguments as in `interface.gated_pool`, already checked; ape and the halo contiguous.
     """
     T, C = x.shape
     P, D, B = T // ratio, C // 2 if overlap else C, len(cu_seqlens) - 1
-    pooled, cu_pools = x.new_empty(P, D), torch.empty_like(cu_seqlens)
+    nothing = x.new_empty(0, dtype=torch.float32)
     if not P or not B or not D:
-        return pooled.zero_(), reference.pool_offsets(cu_seqlens, ratio)
+        return x.new_zeros(P, D), reference.pool_offsets(cu_seqlens, ratio), nothing
+    if config.is_long(ratio, overlap) and not round_weights:
+        from vime_kernels.ops.gated_pool import triton_long
+
+        return triton_long.forward(x, score, ape, cu_seqlens, ratio)
+    pooled, cu_pools = x.new_empty(P, D), torch.empty_like(cu_seqlens)
     tile = config.tile(ratio, overlap, D)
     _pool_kernel[(triton.cdiv(P, tile.pools), triton.cdiv(D, tile.channels))](
         x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, pooled, P, B, C, D, x.stride(0), score.stride(0),
@@ -163,7 +174,7 @@ def gated_pool(
         SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, SEQUENCES=config.SEQUENCES,
         num_warps=tile.num_warps,
     )  # fmt: skip
-    return pooled, cu_pools
+    return pooled, cu_pools, nothing
 
 
 @gated_pool.register_fake
@@ -177,18 +188,21 @@ def _(
     ratio: int,
     overlap: bool,
     round_weights: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     T, C = x.shape
-    return x.new_empty(T // ratio, C // 2 if overlap else C), torch.empty_like(cu_seqlens)
+    P, D = T // ratio, C // 2 if overlap else C
+    long = P and D and len(cu_seqlens) > 1 and config.is_long(ratio, overlap) and not round_weights
+    stats = x.new_empty((2, P, D) if long else 0, dtype=torch.float32)
+    return x.new_empty(P, D), torch.empty_like(cu_seqlens), stats
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, score, ape, halo_x, halo_score, cu_seqlens, ctx.ratio, ctx.overlap, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, score, ape, halo_x, halo_score, cu_seqlens)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, score, ape, halo_x, halo_score, cu_seqlens, output[2])
 
 
-def _backward(ctx: Any, grad_pooled: torch.Tensor, _: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_pooled: torch.Tensor, *_: None) -> tuple[Any, ...]:
     from vime_kernels.ops.gated_pool.triton_bwd import gated_pool_bwd
 
     inputs = ctx.saved_tensors

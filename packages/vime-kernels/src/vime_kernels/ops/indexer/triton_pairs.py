@@ -112,8 +112,9 @@ def pair_lists(
     keys = torch.empty(pairs, 2 * K, dtype=torch.int32, device=indices.device)
     grads = torch.empty(pairs, 2, 2 * K, dtype=torch.float32, device=indices.device)
     counts = torch.empty(pairs, dtype=torch.int32, device=indices.device)
-    block = min(1024, triton.next_power_of_2(K))
+    block = min(1024, max(16, triton.next_power_of_2(K)))
     _pairs_kernel[(pairs,)](
-        grad, indices, keys, grads, counts, S, n, K, indices.stride(0), BLOCK=block, STEPS=K.bit_length(), num_warps=4
+        grad, indices, keys, grads, counts, S, n, K, indices.stride(0),
+        BLOCK=block, STEPS=K.bit_length(), num_warps=max(4, block // 128),
     )  # fmt: skip
     return keys, grads, counts

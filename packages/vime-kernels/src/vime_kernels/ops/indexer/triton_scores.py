@@ -9,7 +9,7 @@ same tile for all three gradients:
 A is rounded to the dtype of q before its two products. By default the sum into dk is atomic and, alone of all
 results, not bitwise repeatable; in deterministic mode every slot's row A q is rounded to the dtype of q, put in the
 order of a stable sort by key, and each key's rows are added up in that order. Slots that name no key are never
-dereferenced. Where `gluon_bwd` can form the gradients in atomic mode, it does.
+dereferenced. Where `gluon_bwd` can form the gradients, it does.
 """
 
 from typing import Any
@@ -173,10 +173,10 @@ def indexer_scores_bwd(
     dweights = torch.empty(S, H, dtype=torch.float32, device=q.device)
     if not S or not K or not N:
         return dq.zero_(), dk.to(k.dtype), dweights.zero_()
-    if not deterministic and config.hopper_scores(q, k):
+    if config.hopper_scores(q, k):
         from vime_kernels.ops.indexer import gluon_bwd
 
-        gluon_bwd.scores_bwd(grad, q, k, weights, indices, use_relu, dq, dk, dweights)
+        gluon_bwd.scores_bwd(grad, q, k, weights, indices, use_relu, deterministic, dq, dk, dweights)
         return dq, dk.to(k.dtype), dweights if weights is None else dweights.to(weights.dtype)
     step = max(1, config.ORDERED_BYTES // (K * D * q.element_size())) if deterministic else S
     for first in range(0, S, step):

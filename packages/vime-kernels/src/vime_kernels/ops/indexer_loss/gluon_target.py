@@ -57,19 +57,12 @@ def used_slots(picks_row, N, K):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def sum_heads(mass):  # type: ignore[no-untyped-def]
-    """Sum of a [heads, slots] product over heads: within the warps, then across them in one exchange."""
-    warps = gl.sum(gl.reshape(mass, [4, BH // 4, BK]), axis=1)
-    return gl.sum(gl.convert_layout(warps, SUMS), axis=0)
-
-
-@gluon.jit
 def consume(  # type: ignore[no-untyped-def]
     lse, out, S, H, K, scale, ring, sums, ME: gl.constexpr, BLOCKS: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME of 0, 1: every other tile of keys, or every tile for half of the heads."""
     tile_s, tail_s, picks_s, count_s, full, empty = ring
-    sums_s, sums_full, sums_empty = sums
+    sums_s, sums_full, sums_empty, turn = sums
     HEADS: gl.constexpr = gl.SliceLayout(1, SCORES)
     scale_log2 = scale * LOG2E
     h = gl.arange(0, BH, layout=HEADS)
@@ -98,29 +91,34 @@ def consume(  # type: ignore[no-untyped-def]
             first = (ME + t) % 2
         for i in range(first, tiles, 3 - BLOCKS):
             stage = (u + i) % STAGES
+            n = t + i
             mbarrier.wait(full.index(stage), ((u + i) // STAGES) & 1)
+            if BLOCKS == 2:
+                mbarrier.wait(turn.index(ME), (n & 1) ^ (1 - ME))
             fence_async_shared()
             x = gl.zeros([BH, BK], gl.float32, SCORES)
             x = warpgroup_mma(q, tile_s.index(stage).permute((1, 0)), x, use_acc=False, is_async=True)
             if TAIL > 0:
                 x = warpgroup_mma(q_tail, tail_s.index(stage).permute((1, 0)), x, is_async=True)
+            if BLOCKS == 2:
+                mbarrier.arrive(turn.index(1 - ME))
             picked = picks_s.index(stage).load(SLOTS) >= 0
             x = warpgroup_mma_wait(0, deps=[x])
             mbarrier.arrive(empty.index(stage), count=3 - BLOCKS)
-            mass = sum_heads(gl.exp2(x * scale_log2 - lse_H[:, None]))
-            if BLOCKS == 2:
-                n = t + i
-                if ME == 1:
-                    mbarrier.wait(sums_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
-                    sums_s.index(n & 1).store(mass)
-                    mbarrier.arrive(sums_full.index(n & 1))
-                else:
+            mass = gl.exp2(x * scale_log2 - lse_H[:, None])
+            warps = gl.sum(gl.reshape(mass, [4, BH // 4, BK]), axis=1)
+            if BLOCKS == 2 and ME == 0:
+                mbarrier.wait(sums_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+                sums_s.index(n & 1).store(warps)
+                mbarrier.arrive(sums_full.index(n & 1))
+            else:
+                total = gl.sum(gl.convert_layout(warps, SUMS), axis=0)
+                if BLOCKS == 2:
                     mbarrier.wait(sums_full.index(n & 1), (n >> 1) & 1)
-                    mass += sums_s.index(n & 1).load(SLOTS)
+                    total += gl.sum(sums_s.index(n & 1).load(SUMS), axis=0)
                     mbarrier.arrive(sums_empty.index(n & 1))
-            if BLOCKS == 1 or ME == 0:
                 slot = i * BK + gl.arange(0, BK, layout=SLOTS)
-                gl.store(out + row * K + slot, gl.where(picked, mass, 0.0), mask=slot < K)
+                gl.store(out + row * K + slot, gl.where(picked, total, 0.0), mask=slot < K)
         u += tiles
         t += tiles
 
@@ -185,22 +183,24 @@ def target_kernel(  # type: ignore[no-untyped-def]
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     picks_s = gl.allocate_shared_memory(gl.int32, [STAGES, BK], flat)
     count_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
-    sums_s = gl.allocate_shared_memory(gl.float32, [2, BK], flat)
+    sums_s = gl.allocate_shared_memory(gl.float32, [2, 4, BK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     sums_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     sums_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129)
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(sums_full.index(i), count=1)
         mbarrier.init(sums_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
     ring = (tile_s, tail_s, picks_s, count_s, full, empty)
-    sums = (sums_s, sums_full, sums_empty)
+    sums = (sums_s, sums_full, sums_empty, turn)
     gl.warp_specialize(
         [
             (consume, (lse, out, S, H, K, scale, ring, sums, 0, BLOCKS, TAIL)),

@@ -7,8 +7,8 @@ import torch
 
 from vime_kernels._backend import has_gluon
 
-# What a program merges of the lists of neighbouring query rows, in registers, and rows of keys that a word can name.
-UNITED, NAMED = 8192, 1 << 23
+# Rows of keys that a word of a united list can name.
+NAMED = 1 << 23
 # Programs that keep an H200 busy where the grid can be chosen.
 PROGRAMS = 264
 
@@ -83,15 +83,12 @@ def backward_tiles(H: int, d_v: int, d_tail: int) -> BackwardTiles:
     )
 
 
-def group_rows(H: int, K: int, N: int) -> int:
+def group_rows(H: int, N: int) -> int:
     """Query rows of H heads that share the 64 columns of a Hopper kernel: a power of two, 8 at most.
 
-    K picks of each row have to be merged in registers, and a word has to name one of N rows of keys.
+    A word of their united list has to name one of N rows of keys.
     """
-    group = min(8, 1 << (max(1, 64 // H).bit_length() - 1))
-    while group > 1 and (group << (K - 1).bit_length() > UNITED or N > NAMED):
-        group //= 2
-    return group
+    return min(8, 1 << (max(1, 64 // H).bit_length() - 1)) if N <= NAMED else 1
 
 
 def unsupported(

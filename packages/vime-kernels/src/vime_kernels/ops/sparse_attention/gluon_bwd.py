@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward of sparse attention for Hopper in one kernel: dQ in registers, dKV by atomics or left to a later step.
+"""Gradient of the queries of sparse attention for Hopper, with dQ in registers.
 
 Programs are persistent and specialised as in `gluon_fwd`. Everything is key-major: S' = KV·Qᵀ and dP' = KV·dOᵀ give
-[slots, heads], so that dS' and P' are at once the left operands of dKV = dS'·Q + P'·dO and, transposed, of
-dQ = dS·KV. A tile of keys is let go as soon as dQ has it; its successor arrives while dKV is formed and scattered.
-The order of the atomics is not fixed. KEYS says what becomes of P and dS: "add" forms dKV here, "store" leaves them in
-the workspace from which `triton_bwd` sums in a fixed order, "none" drops them.
+[slots, heads], and dS', transposed, is the left operand of dQ = dS·KV. A tile of keys is let go as soon as dQ has it.
+On request P and dS are left in the workspace from which `triton_bwd` sums the gradient of the keys in a fixed order;
+where their order is free, `gluon_bwd_keys` forms both gradients in one kernel.
 
 Source: the producer and consumer roles of FlashAttention-3 (arXiv 2407.08608).
 """
@@ -32,7 +31,6 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     SCORES,
     SHARED,
     STORE,
-    add_rows,
     count_tiles,
     head_lines,
     row_sources,
@@ -48,11 +46,11 @@ TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 
 @gluon.jit
 def consume(  # type: ignore[no-untyped-def]
-    starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, dlse, dq, dsink, dkv,
+    starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, dlse, dq, dsink,
     p_ws, ds_ws, slots_a, slots, n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
     q_s, do_s, qt_s, kv_s, kvt_s, p_s, ds_s, head_s, full, empty, q_full, q_empty,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, KEYS: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, NEEDS_KV: gl.constexpr,
 ):  # fmt: skip
     """Consumers: both warpgroups run this together."""
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -104,7 +102,7 @@ def consume(  # type: ignore[no-untyped-def]
             for i in range(0, tiles):
                 # Zero, but not to the compiler: it would hoist, and then spill, every matrix descriptor of the loop.
                 z = t >> 30
-                rows, valid = tile_rows(
+                _, valid = tile_rows(
                     i, tiles_a, start_a, end_a, start_b, count_b, picks_row, n_b, HAS_A, KIND_B,
                     gl.SliceLayout(1, SCORES),
                 )  # fmt: skip
@@ -142,22 +140,7 @@ def consume(  # type: ignore[no-untyped-def]
                 else:
                     dq0, dq1, dq2, dq3 = warpgroup_mma_wait(0, deps=[dq0, dq1, dq2, dq3])
                 mbarrier.arrive(empty.index(0))
-                if KEYS == "add":
-                    if HAS_A:
-                        rows = gl.where(i < tiles_a, rows, rows + n_a)
-                    target = rows.to(gl.int64) * D
-                    for c in gl.static_range(CHUNKS):
-                        acc = gl.zeros([BK, DC], gl.float32, CHUNK)
-                        acc = warpgroup_mma(ds_s, q_s.index(z + c), acc, is_async=True)
-                        acc = warpgroup_mma(p_s, do_s.index(z + c), acc, is_async=True)
-                        acc = warpgroup_mma_wait(0, deps=[acc])
-                        add_rows(dkv, target, valid, acc, c * DC, DC, CHUNK)
-                    if DT > 0:
-                        acc_t = gl.zeros([BK, 64], gl.float32, TAIL)
-                        acc_t = warpgroup_mma(ds_s, qt_s, acc_t, is_async=True)
-                        acc_t = warpgroup_mma_wait(0, deps=[acc_t])
-                        add_rows(dkv, target, valid, acc_t, CHUNKS * DC, 64, TAIL)
-                elif KEYS == "store":
+                if NEEDS_KV:
                     slot = gl.where(i < tiles_a, i * BK, slots_a + (i - tiles_a) * BK)
                     store_tile(p_ws, p_s, row * slots, slot, slots, hb, H)
                     store_tile(ds_ws, ds_s, row * slots, slot, slots, hb, H)
@@ -204,11 +187,11 @@ def consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=["n_a", "n_b", "work"])
 def backward_kernel(  # type: ignore[no-untyped-def]
-    q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, do, dlse, dq, dsink, dkv,
+    q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, do, dlse, dq, dsink,
     p_ws, ds_ws, slots_a, slots, n_a, n_b, H, K, scale, work, head_blocks,
     stride_qs, stride_qh, stride_a, stride_b, stride_is, stride_os, stride_oh, stride_gs, stride_gh,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, KEYS: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, NEEDS_KV: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers of one program, then its two roles."""
     PER_TILE: gl.constexpr = CHUNKS + (1 if DT > 0 else 0)
@@ -237,10 +220,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (consume, (
-                starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, dlse, dq, dsink, dkv,
+                starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, dlse, dq, dsink,
                 p_ws, ds_ws, slots_a, slots, n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
                 q_s, do_s, qt_s, kv_s, kvt_s, p_s, ds_s, head_s, full, empty, q_full, q_empty,
-                DT, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, KEYS,
+                DT, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, NEEDS_KV,
             )),
             (produce_backward, (
                 q, do, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths,
@@ -252,34 +235,6 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         ],
         [4], [64],
     )  # fmt: skip
-
-
-def backward(
-    q: torch.Tensor,
-    sources: Sources,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    scale: float,
-    *,
-    needs_kv: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dq in the dtype of q; dkv_a and dkv_b in float32; dsink in float32; None for what is absent or not needed."""
-    S, H, D = q.shape
-    n_a, n_b = (0 if kv is None else len(kv) for kv in (sources.kv_a, sources.kv_b))
-    dq = torch.empty((S, H, D), dtype=q.dtype, device=q.device)
-    dsink_SH = torch.empty((S, H), dtype=torch.float32, device=q.device) if sink is not None else None
-    dkv = torch.zeros((n_a + n_b if needs_kv else 0, D), dtype=torch.float32, device=q.device)
-    if S and H:
-        query_step(q, sources, sink, out, lse, do, dlse, dq, dsink_SH, q, q, 0, 0, scale, needs_kv, dkv)
-    return (
-        dq,
-        dkv[:n_a] if needs_kv and sources.kv_a is not None else None,
-        dkv[n_a:] if needs_kv and sources.kv_b is not None else None,
-        None if dsink_SH is None else dsink_SH.sum(0),
-    )
 
 
 def query_step(
@@ -298,10 +253,8 @@ def query_step(
     slots: int,
     scale: float,
     needs_kv: bool,
-    dkv: torch.Tensor | None = None,
 ) -> None:
-    """As `triton_bwd_query.query_step`, for widths 512 and 512 + 64; given dkv [n_a + n_b, D], adds to it instead."""
-    keys = "none" if not needs_kv else "store" if dkv is None else "add"
+    """As `triton_bwd_query.query_step`, for widths 512 and 512 + 64."""
     S, H, D = q.shape
     args = sources.kernel_arguments(q)
     dummy = host_or_dummy(q)
@@ -309,10 +262,10 @@ def query_step(
     work = S * head_blocks
     programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
     backward_kernel[(programs,)](
-        q, *args.tensors, dummy(sink), out, lse, do, dummy(dlse), dq, dummy(dsink), dummy(dkv),
+        q, *args.tensors, dummy(sink), out, lse, do, dummy(dlse), dq, dummy(dsink),
         p_ws, ds_ws, slots_a, slots, args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
         q.stride(0), q.stride(1), args.stride_a, args.stride_b, args.stride_is,
         out.stride(0), out.stride(1), do.stride(0), do.stride(1),
         DT=D - out.shape[-1], HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
-        HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, KEYS=keys, num_warps=8,
+        HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, NEEDS_KV=needs_kv, num_warps=8,
     )  # fmt: skip

@@ -3,11 +3,12 @@
 
 Programs are persistent: each walks query rows (times blocks of 64 heads), and the producer runs ahead into the next
 row. Tiles of 64 keys come in pairs. Each consumer scores its own tile of a pair and owns one half of the channels of
-the output, to which it adds both tiles: its own weights and its partner's, exchanged through shared memory. The
-reference that scores are taken against goes from consumer 0 to consumer 1 and back, so the second one's softmax runs
-half a turn after the first one's, under its products; it follows the maximum only once that has grown by GROW. The four
-half tiles of a pair have a barrier each, so each is refilled as soon as its last reader is done. Same mathematics and
-same contract as `triton_fwd`; widths 512 and 512 + 64, bfloat16 and float16.
+the output, to which it adds both tiles: its own weights, from registers, and its partner's, through shared memory. The
+reference that scores are taken against goes from consumer 0 to consumer 1 and back, and follows the maximum only once
+that has grown by GROW. So consumer 1 can add consumer 0's tile before it knows its own weights, and its softmax runs
+under that product. The four half tiles of a pair have a barrier each, so each is refilled as soon as its last reader
+is done. The first scores of the next row are under way while a row's output is divided and stored. Same mathematics
+and same contract as `triton_fwd`; widths 512 and 512 + 64, bfloat16 and float16.
 
 Source: the pairing of tiles and the split of the output follow the idea of FlashMLA; warp roles as in FlashAttention-3
 (arXiv 2407.08608).
@@ -23,161 +24,199 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vime_kernels.ops.sparse_attention.gluon_producers import produce_forward
-from vime_kernels.ops.sparse_attention.gluon_tiles import (
-    BH,
-    BK,
-    HALF,
-    LN2,
-    LOG2E,
-    NO_MAX,
-    count_tiles,
-    row_sources,
-    tile_rows,
-)
+from vime_kernels.ops.sparse_attention.gluon_fwd_producer import SLOTS, produce
+from vime_kernels.ops.sparse_attention.gluon_tiles import BH, BK, HALF, LN2, LOG2E, NO_MAX, SHARED, seen_by
 from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
 
 # In log2 units. Weights reach 2^8 at most, which float16 holds, and keep their relative precision.
 GROW = gl.constexpr(8.0)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-STORE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+ROWS = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
+OUT_ROWS = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]), 2))
+# The rows of a warp stay in the warp; four threads have 64 neighbouring bytes of a head.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+
+
+@gluon.jit
+def begin_scores(q_s, qt_s, kv_s, kvt_s, full, t, live, ME: gl.constexpr, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the scores of tile ME of pair t. Where there is none (`live` false), nothing waits and nobody looks."""
+    phase = t & 1
+    # Zero, but not to the compiler: it would hoist, and then spill, every matrix descriptor of the loop.
+    z = t >> 30
+    s = gl.zeros([BH, BK], gl.float32, SCORES)
+    mbarrier.wait(full.index(2 * ME), phase, pred=live)
+    fence_async_shared()
+    s = warpgroup_mma(q_s.index(z), kv_s.index(2 * ME + z).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full.index(2 * ME + 1), phase, pred=live)
+    fence_async_shared()
+    s = warpgroup_mma(q_s.index(1 + z), kv_s.index(2 * ME + 1 + z).permute((1, 0)), s, is_async=True)
+    if DT > 0:
+        mbarrier.wait(full.index(4 + ME), phase, pred=live)
+        fence_async_shared()
+        s = warpgroup_mma(qt_s, kvt_s.index(ME + z).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def end_scores(s, scale_log2, slots_s, slots_full, t, live, ME: gl.constexpr, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The scores that `begin_scores` started, in log2 units, -inf where a slot is empty or not for a column."""
+    mbarrier.wait(slots_full.index(t & 1), (t >> 1) & 1, pred=live)
+    slots = slots_s.index(t & 1).slice(ME * BK, BK).load(gl.SliceLayout(0, SCORES))
+    s = warpgroup_mma_wait(0, deps=[s])
+    if HEADS > 0:
+        column = gl.arange(0, BH, layout=ROWS)
+        x = gl.where(seen_by(slots[None, :], column[:, None], HEADS), s * scale_log2, float("-inf"))
+    else:
+        x = s * scale_log2 + slots[None, :]
+    return x
+
+
+@gluon.jit
+def rescale(o, old, new):  # type: ignore[no-untyped-def]
+    """The output against a new reference."""
+    return o * gl.convert_layout(gl.exp2(old - new), OUT_ROWS)[:, None]
+
+
+@gluon.jit
+def let_go(empty, TILE: gl.constexpr, HALF_TILE: gl.constexpr, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One half of a tile has had its last reader; its tail, which lies where its weights did, one of two."""
+    mbarrier.arrive(empty.index(2 * TILE + HALF_TILE))
+    if DT > 0:
+        mbarrier.arrive(empty.index(4 + TILE))
+
+
+@gluon.jit
+def add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, full, empty, p_full, t, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Consumer 0: its own tile as soon as it has its weights, then consumer 1's against that one's reference."""
+    z = t >> 30
+    m_mine = gl.where(top > m + GROW, top, m)
+    max_s.index(0).store(m_mine)
+    p = gl.exp2(x - m_mine[:, None])
+    norm = norm * gl.exp2(m - m_mine) + gl.sum(p, axis=1)
+    p16 = p.to(p_s.dtype)
+    p_s.index(z).store(p16)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(0))
+    o = rescale(o, m, m_mine)
+    weights = gl.convert_layout(p16, WEIGHTS)
+    o = warpgroup_mma(weights, kv_s.index(z), o, is_async=True)
+    mbarrier.wait(p_full.index(1), t & 1)
+    m = max_s.index(1).load(ROWS)
+    norm = norm * gl.exp2(m_mine - m)
+    o, weights = warpgroup_mma_wait(0, deps=[o, weights])
+    let_go(empty, 0, 0, DT)
+    o = rescale(o, m_mine, m)
+    mbarrier.wait(full.index(2), t & 1)
+    fence_async_shared()
+    o = warpgroup_mma(p_s.index(1 + z), kv_s.index(2 + z), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    let_go(empty, 1, 0, DT)
+    return o, m, norm
+
+
+@gluon.jit
+def add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, full, empty, p_full, t, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Consumer 1: consumer 0's tile, its own softmax meanwhile, then its own tile."""
+    z = t >> 30
+    mbarrier.wait(p_full.index(0), t & 1)
+    m_in = max_s.index(0).load(ROWS)
+    m_mine = gl.where(top > m_in + GROW, top, m_in)
+    max_s.index(1).store(m_mine)
+    norm = norm * gl.exp2(m - m_mine)
+    o = rescale(o, m, m_in)
+    mbarrier.wait(full.index(1), t & 1)
+    fence_async_shared()
+    o = warpgroup_mma(p_s.index(z), kv_s.index(1 + z), o, is_async=True)
+    p = gl.exp2(x - m_mine[:, None])
+    norm += gl.sum(p, axis=1)
+    p16 = p.to(p_s.dtype)
+    p_s.index(1 + z).store(p16)
+    fence_async_shared()
+    mbarrier.arrive(p_full.index(1))
+    o = warpgroup_mma_wait(0, deps=[o])
+    let_go(empty, 0, 1, DT)
+    o = rescale(o, m_in, m_mine)
+    weights = gl.convert_layout(p16, WEIGHTS)
+    o = warpgroup_mma(weights, kv_s.index(3 + z), o, is_async=True)
+    o, weights = warpgroup_mma_wait(0, deps=[o, weights])
+    let_go(empty, 1, 1, DT)
+    return o, m_mine, norm
 
 
 @gluon.jit
 def consume(  # type: ignore[no-untyped-def]
-    starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse,
-    n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
-    q_s, qt_s, kv_s, kvt_s, p_s, max_s, sum_s, full, empty, q_full, q_empty, max_full, p_full, sum_full,
-    ME: gl.constexpr, DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
+    sink, out, lse, H, scale, work, head_blocks, stride_os, stride_oh,
+    q_s, qt_s, kv_s, kvt_s, p_s, slots_s, pairs_s, max_s, sum_s,
+    full, empty, q_full, q_empty, row_full, slots_full, p_full, sum_full,
+    ME: gl.constexpr, DT: gl.constexpr, HAS_SINK: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME of 0, 1: scores tile ME of every pair, owns half ME of the output's channels."""
-    OTHER: gl.constexpr = 1 - ME
-    MINE: gl.constexpr = 2 * ME + ME  # buffer of my tile, my half
-    THEIRS: gl.constexpr = 2 * OTHER + ME  # the other tile, my half
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     scale_log2 = scale * LOG2E
+    mbarrier.wait(row_full.index(0), 0)
+    pairs = gl.max(pairs_s.index(0).load(SLOTS), axis=0)
+    mbarrier.wait(q_full.index(0), 0)
+    s = begin_scores(q_s, qt_s, kv_s, kvt_s, full, 0, True, ME, DT)
+    x = end_scores(s, scale_log2, slots_s, slots_full, 0, True, ME, HEADS)
+    mbarrier.arrive(q_empty.index(0), pred=pairs == 1)
     t = 0
     r = 0
     for w in range(gl.program_id(0), work, gl.num_programs(0)):
         row = (w // head_blocks).to(gl.int64)
         hb = w % head_blocks
-        start_a, end_a, start_b, count_b = row_sources(
-            row, starts_a, ends_a, starts_b, ends_b, lengths, n_a, n_b, K, HAS_A, KIND_B, HAS_LENGTHS
-        )
-        tiles_a, tiles = count_tiles(start_a, end_a, count_b)
-        picks_row = indices + row * stride_is
+        m = gl.full([BH], NO_MAX, gl.float32, ROWS)
+        norm = gl.zeros([BH], gl.float32, ROWS)
+        o = gl.zeros([BH, HALF], gl.float32, OUTPUT)
+        for i in range(0, pairs):
+            top = gl.max(x, axis=1)
+            if ME == 0:
+                o, m, norm = add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, full, empty, p_full, t, DT)
+            else:
+                o, m, norm = add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, full, empty, p_full, t, DT)
+            t += 1
+            if i + 1 < pairs:
+                s = begin_scores(q_s, qt_s, kv_s, kvt_s, full, t, True, ME, DT)
+                x = end_scores(s, scale_log2, slots_s, slots_full, t, True, ME, HEADS)
+                mbarrier.arrive(q_empty.index(0), pred=i + 2 == pairs)
+
         heads = hb * BH + gl.arange(0, BH, layout=ROWS)
-        o_heads = hb * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, STORE))
-        d = gl.arange(0, HALF, layout=gl.SliceLayout(0, STORE))
-        o_ptr = out + row * stride_os + o_heads[:, None] * stride_oh + (ME * HALF + d)[None, :]
-        o_live = (o_heads < H)[:, None] & (d >= 0)[None, :]
+        if HAS_SINK:
+            sink_row = gl.load(sink + heads, mask=heads < H, other=float("-inf"))
+        sum_s.index(ME).store(norm)
+        mbarrier.arrive(sum_full.index(ME))
+        more = w + gl.num_programs(0) < work
+        mbarrier.wait(row_full.index(0), r ^ 1, pred=more)
+        pairs = gl.max(pairs_s.index(r ^ 1).load(SLOTS), axis=0)
+        mbarrier.wait(q_full.index(0), r ^ 1, pred=more)
+        s = begin_scores(q_s, qt_s, kv_s, kvt_s, full, t, more, ME, DT)
 
-        if tiles > 0:
-            m = gl.full([BH], NO_MAX, gl.float32, ROWS)
-            norm = gl.zeros([BH], gl.float32, ROWS)
-            o = gl.zeros([BH, HALF], gl.float32, OUTPUT)
-            mbarrier.wait(q_full.index(0), r & 1)
-            for i in range(0, tiles, 2):
-                phase = t & 1
-                # Zero, but not to the compiler: it would hoist, and then spill, every matrix descriptor of the loop.
-                z = t >> 30
-                _, valid = tile_rows(
-                    i + ME, tiles_a, start_a, end_a, start_b, count_b, picks_row, n_b, HAS_A, KIND_B,
-                    gl.SliceLayout(0, SCORES),
-                )  # fmt: skip
-                s = gl.zeros([BH, BK], gl.float32, SCORES)
-                mbarrier.wait(full.index(2 * ME), phase)
-                fence_async_shared()
-                s = warpgroup_mma(q_s.index(z), kv_s.index(2 * ME + z).permute((1, 0)), s, is_async=True)
-                mbarrier.wait(full.index(2 * ME + 1), phase)
-                fence_async_shared()
-                s = warpgroup_mma(
-                    q_s.index(1 + z), kv_s.index(2 * ME + 1 + z).permute((1, 0)), s, is_async=True
-                )
-                if DT > 0:
-                    mbarrier.wait(full.index(4 + ME), phase)
-                    fence_async_shared()
-                    s = warpgroup_mma(qt_s, kvt_s.index(ME + z).permute((1, 0)), s, is_async=True)
-                s = warpgroup_mma_wait(0, deps=[s])
-                if i + 2 >= tiles:
-                    mbarrier.arrive(q_empty.index(0))
+        mbarrier.wait(sum_full.index(1 - ME), r)
+        r ^= 1
+        norm += sum_s.index(1 - ME).load(ROWS)
+        total = gl.where(norm > 0, norm, 1.0)
+        if HAS_SINK:
+            total += gl.exp2(sink_row * LOG2E - m)
+        if ME == 0:
+            lse_row = gl.where(norm > 0, (m + gl.log2(norm)) * LN2, float("-inf"))
+            gl.store(lse + row * H + heads, lse_row, mask=heads < H)
+        o = o * gl.convert_layout(1.0 / total, OUT_ROWS)[:, None]
+        o_heads = (hb + (t >> 30)) * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, LINES))
+        d = ME * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES))
+        o_ptr = out + row * stride_os + o_heads[:, None] * stride_oh + d[None, :]
+        live = (o_heads < H)[:, None] & (d >= 0)[None, :]
+        gl.store(o_ptr, gl.convert_layout(o.to(p_s.dtype), LINES), mask=live)
 
-                s = gl.where(valid[None, :], s * scale_log2, float("-inf"))
-                top = gl.max(s, axis=1)
-                m_in = m
-                if ME == 1:
-                    mbarrier.wait(max_full.index(0), phase)
-                    m_in = max_s.index(0).load(ROWS)
-                m_mine = gl.where(top > m_in + GROW, top, m_in)
-                max_s.index(ME).store(m_mine)
-                if ME == 0:
-                    mbarrier.arrive(max_full.index(0))
-                p = gl.exp2(s - m_mine[:, None])
-                norm = norm * gl.exp2(m - m_mine) + gl.sum(p, axis=1)
-                p_s.index(ME + z).store(p.to(p_s.dtype))
-                fence_async_shared()
-                mbarrier.arrive(p_full.index(ME))
-                o = o * gl.convert_layout(gl.exp2(m - (m_mine if ME == 0 else m_in)), OUT_ROWS)[:, None]
-                if ME == 0:
-                    o = warpgroup_mma(p_s.index(z), kv_s.index(MINE + z), o, is_async=True)
-                    mbarrier.wait(p_full.index(OTHER), phase)
-                    m = max_s.index(1).load(ROWS)
-                    late = gl.exp2(m_mine - m)
-                    norm = norm * late
-                    mbarrier.wait(full.index(THEIRS), phase)
-                    o = warpgroup_mma_wait(0, deps=[o])
-                    if i + 2 < tiles:
-                        mbarrier.arrive(empty.index(MINE))
-                    o = o * gl.convert_layout(late, OUT_ROWS)[:, None]
-                    fence_async_shared()
-                    o = warpgroup_mma(p_s.index(1 + z), kv_s.index(THEIRS + z), o, is_async=True)
-                    o = warpgroup_mma_wait(0, deps=[o])
-                    mbarrier.arrive(empty.index(THEIRS))
-                else:
-                    mbarrier.wait(p_full.index(OTHER), phase)
-                    mbarrier.wait(full.index(THEIRS), phase)
-                    fence_async_shared()
-                    o = warpgroup_mma(p_s.index(z), kv_s.index(THEIRS + z), o, is_async=True)
-                    m = m_mine
-                    o = warpgroup_mma_wait(0, deps=[o])
-                    mbarrier.arrive(empty.index(THEIRS))
-                    o = o * gl.convert_layout(gl.exp2(m_in - m_mine), OUT_ROWS)[:, None]
-                    o = warpgroup_mma(p_s.index(1 + z), kv_s.index(MINE + z), o, is_async=True)
-                    o = warpgroup_mma_wait(0, deps=[o])
-                    if i + 2 < tiles:
-                        mbarrier.arrive(empty.index(MINE))
-                if DT > 0:
-                    mbarrier.arrive(empty.index(4 + ME))
-                    mbarrier.arrive(empty.index(4 + OTHER))
-                t += 1
-
-            sum_s.index(ME).store(norm)
-            mbarrier.arrive(sum_full.index(ME))
-            mbarrier.wait(sum_full.index(OTHER), r & 1)
-            r += 1
-            norm += sum_s.index(OTHER).load(ROWS)
-            total = gl.where(norm > 0, norm, 1.0)
-            if HAS_SINK:
-                sink_log2 = gl.load(sink + heads, mask=heads < H, other=float("-inf")) * LOG2E
-                total += gl.exp2(sink_log2 - m)
-            if ME == 0:
-                lse_row = gl.where(norm > 0, (m + gl.log2(norm)) * LN2, float("-inf"))
-                gl.store(lse + row * H + heads, lse_row, mask=heads < H)
-            # My half of my last tile is still mine: it turns the output into whole lines.
-            o = o * gl.convert_layout(1.0 / total, OUT_ROWS)[:, None]
-            kv_s.index(MINE).store(o.to(p_s.dtype))
-            gl.store(o_ptr, kv_s.index(MINE).load(STORE), mask=o_live)
-            mbarrier.arrive(empty.index(MINE))
-        else:
-            gl.store(o_ptr, gl.zeros([BH, HALF], p_s.dtype, STORE), mask=o_live)
-            if ME == 0:
-                gl.store(
-                    lse + row * H + heads, gl.full([BH], float("-inf"), gl.float32, ROWS), mask=heads < H
-                )
+        x = end_scores(s, scale_log2, slots_s, slots_full, t, more, ME, HEADS)
+        mbarrier.arrive(q_empty.index(0), pred=more & (pairs == 1))
 
 
 @gluon.jit(do_not_specialize=["n_a", "n_b", "work"])
@@ -186,7 +225,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     n_a, n_b, H, K, scale, work, head_blocks,
     stride_qs, stride_qh, stride_a, stride_b, stride_is, stride_os, stride_oh,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
+    HAS_SINK: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers of one program, then its three roles."""
     BUFFERS: gl.constexpr = 6 if DT > 0 else 4
@@ -199,23 +238,31 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     qt_s = p_s.index(0)
     if DT > 0:
         qt_s = gl.allocate_shared_memory(dtype, [BH, DT], SHARED)
-    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    max_s = gl.allocate_shared_memory(gl.float32, [2, BH], row_layout)
-    sum_s = gl.allocate_shared_memory(gl.float32, [2, BH], row_layout)
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    max_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    sum_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    max_s = gl.allocate_shared_memory(gl.float32, [2, BH], flat)
+    sum_s = gl.allocate_shared_memory(gl.float32, [2, BH], flat)
+    rows_s = gl.allocate_shared_memory(gl.int32, [2, 2 * BK], flat)
+    slots_s = rows_s
+    if HEADS == 0:
+        slots_s = gl.allocate_shared_memory(gl.float32, [2, 2 * BK], flat)
+    pairs_s = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    row_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    slots_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    sum_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(full.index(i), count=128)
         mbarrier.init(empty.index(i), count=1 if i < 4 else 2)
     for i in gl.static_range(2):
+        mbarrier.init(slots_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(sum_full.index(i), count=1)
-    mbarrier.init(max_full.index(0), count=1)
+    mbarrier.init(row_full.index(0), count=1)
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=2)
     fence_async_shared()
@@ -223,23 +270,21 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (consume, (
-                starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse,
-                n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
-                q_s, qt_s, kv_s, kvt_s, p_s, max_s, sum_s,
-                full, empty, q_full, q_empty, max_full, p_full, sum_full,
-                0, DT, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
+                sink, out, lse, H, scale, work, head_blocks, stride_os, stride_oh,
+                q_s, qt_s, kv_s, kvt_s, p_s, slots_s, pairs_s, max_s, sum_s,
+                full, empty, q_full, q_empty, row_full, slots_full, p_full, sum_full,
+                0, DT, HAS_SINK, HEADS,
             )),
             (consume, (
-                starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse,
-                n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
-                q_s, qt_s, kv_s, kvt_s, p_s, max_s, sum_s,
-                full, empty, q_full, q_empty, max_full, p_full, sum_full,
-                1, DT, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
+                sink, out, lse, H, scale, work, head_blocks, stride_os, stride_oh,
+                q_s, qt_s, kv_s, kvt_s, p_s, slots_s, pairs_s, max_s, sum_s,
+                full, empty, q_full, q_empty, row_full, slots_full, p_full, sum_full,
+                1, DT, HAS_SINK, HEADS,
             )),
-            (produce_forward, (
-                q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths,
-                n_a, n_b, H, K, work, head_blocks, stride_qs, stride_qh, stride_a, stride_b, stride_is,
-                q_s, qt_s, kv_s, kvt_s, full, empty, q_full, q_empty,
+            (produce, (
+                q, kv_a, kv_b, (starts_a, ends_a, starts_b, ends_b, lengths, K, indices, stride_is), n_a, n_b, H, K,
+                work, head_blocks, stride_qs, stride_qh, stride_a, stride_b,
+                q_s, qt_s, kv_s, kvt_s, rows_s, slots_s, pairs_s, full, empty, q_full, q_empty, row_full, slots_full,
                 DT, HAS_A, KIND_B, HAS_LENGTHS,
             )),
         ],
@@ -266,6 +311,6 @@ def forward(
         args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
         q.stride(0), q.stride(1), args.stride_a, args.stride_b, args.stride_is, out.stride(0), out.stride(1),
         DT=d_qk - d_v, HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
-        HAS_SINK=sink is not None, num_warps=4,
+        HAS_SINK=sink is not None, HEADS=sources.heads, num_warps=4,
     )  # fmt: skip
     return out, lse

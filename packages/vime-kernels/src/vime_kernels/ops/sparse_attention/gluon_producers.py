@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer warpgroups of the Hopper kernels: they gather queries and tiles of keys, and compute nothing.
+"""The producer warpgroup of the Hopper backward: it gathers queries and tiles of keys, and computes nothing.
 
 A buffer is filled as soon as its barrier in `empty` says that the consumers let go of it; its barrier in `full` is
 arrived at by the copies themselves. Which rows a tile holds is `gluon_tiles.tile_rows`.
@@ -14,71 +14,12 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     COPY,
     COPY_T,
     DC,
-    HALF,
     copy_heads,
     copy_tile,
     count_tiles,
     row_sources,
     tile_rows,
 )
-
-
-@gluon.jit
-def produce_forward(  # type: ignore[no-untyped-def]
-    q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths,
-    n_a, n_b, H, K, work, head_blocks, stride_qs, stride_qh, stride_a, stride_b, stride_is,
-    q_s, qt_s, kv_s, kvt_s, full, empty, q_full, q_empty,
-    DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-):  # fmt: skip
-    """Producer: queries of a row, then its tiles, half by half."""
-    t = 0
-    r = 0
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
-        row = (w // head_blocks).to(gl.int64)
-        hb = w % head_blocks
-        start_a, end_a, start_b, count_b = row_sources(
-            row, starts_a, ends_a, starts_b, ends_b, lengths, n_a, n_b, K, HAS_A, KIND_B, HAS_LENGTHS
-        )
-        tiles_a, tiles = count_tiles(start_a, end_a, count_b)
-        picks_row = indices + row * stride_is
-        if tiles > 0:
-            q_row = q + row * stride_qs
-            mbarrier.wait(q_empty.index(0), (r & 1) ^ 1)
-            copy_heads(q_row, stride_qh, H, hb, q_s.index(0), 0, HALF, COPY)
-            copy_heads(q_row, stride_qh, H, hb, q_s.index(1), HALF, HALF, COPY)
-            if DT > 0:
-                copy_heads(q_row, stride_qh, H, hb, qt_s, 2 * HALF, DT, COPY_T)
-            async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
-            r += 1
-            for i in range(0, tiles, 2):
-                # Half h of tile b is buffer 2 b + h. Consumers let go of the first tile first.
-                rows0, valid0 = tile_rows(
-                    i, tiles_a, start_a, end_a, start_b, count_b, picks_row, n_b, HAS_A, KIND_B,
-                    gl.SliceLayout(1, COPY),
-                )  # fmt: skip
-                rows1, valid1 = tile_rows(
-                    i + 1, tiles_a, start_a, end_a, start_b, count_b, picks_row, n_b, HAS_A, KIND_B,
-                    gl.SliceLayout(1, COPY),
-                )  # fmt: skip
-                free = (t & 1) ^ 1
-                a0 = i < tiles_a
-                a1 = i + 1 < tiles_a
-                half_tile(
-                    kv_a, kv_b, stride_a, stride_b, a0, rows0, valid0, kv_s, full, empty, free, 0, HAS_A, KIND_B,
-                )  # fmt: skip
-                half_tile(
-                    kv_a, kv_b, stride_a, stride_b, a0, rows0, valid0, kv_s, full, empty, free, 1, HAS_A, KIND_B,
-                )  # fmt: skip
-                half_tile(
-                    kv_a, kv_b, stride_a, stride_b, a1, rows1, valid1, kv_s, full, empty, free, 2, HAS_A, KIND_B,
-                )  # fmt: skip
-                half_tile(
-                    kv_a, kv_b, stride_a, stride_b, a1, rows1, valid1, kv_s, full, empty, free, 3, HAS_A, KIND_B,
-                )  # fmt: skip
-                if DT > 0:
-                    tail_tile(kv_b, stride_b, rows0, valid0, kvt_s, full, empty, free, 0, DT)
-                    tail_tile(kv_b, stride_b, rows1, valid1, kvt_s, full, empty, free, 1, DT)
-                t += 1
 
 
 @gluon.jit
@@ -96,30 +37,6 @@ def copy_source(  # type: ignore[no-untyped-def]
             copy_tile(kv_b, stride_b, rows, valid, smem, d0, width, COPY)
     else:
         copy_tile(kv_b, stride_b, rows, valid, smem, d0, width, COPY)
-
-
-@gluon.jit
-def half_tile(  # type: ignore[no-untyped-def]
-    kv_a, kv_b, stride_a, stride_b, from_a, rows, valid, kv_s, full, empty, free,
-    BUFFER: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr,
-):  # fmt: skip
-    """Gather one half of one tile once it is free."""
-    mbarrier.wait(empty.index(BUFFER), free)
-    copy_source(
-        kv_a, kv_b, stride_a, stride_b, from_a, rows, valid, kv_s.index(BUFFER), (BUFFER % 2) * HALF, HALF,
-        HAS_A, KIND_B,
-    )  # fmt: skip
-    async_copy.mbarrier_arrive(full.index(BUFFER), increment_count=False)
-
-
-@gluon.jit
-def tail_tile(kv, stride, rows, valid, kvt_s, full, empty, free, TILE: gl.constexpr, DT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Gather the channels beyond 512 of one tile once they are free."""
-    rows_t = gl.convert_layout(rows, gl.SliceLayout(1, COPY_T))
-    valid_t = gl.convert_layout(valid, gl.SliceLayout(1, COPY_T))
-    mbarrier.wait(empty.index(4 + TILE), free)
-    copy_tile(kv, stride, rows_t, valid_t, kvt_s.index(TILE), 2 * HALF, DT, COPY_T)
-    async_copy.mbarrier_arrive(full.index(4 + TILE), increment_count=False)
 
 
 @gluon.jit

@@ -44,6 +44,8 @@ def row_sources(  # type: ignore[no-untyped-def]
     if KIND_B == "range":
         start_b = gl.minimum(gl.maximum(gl.load(starts_b + row), 0), n_b)
         count_b = gl.maximum(gl.minimum(gl.load(ends_b + row), n_b), start_b) - start_b
+    elif KIND_B == "united":
+        count_b = gl.load(lengths + row)
     elif KIND_B == "picks":
         count_b = K
         if HAS_LENGTHS:
@@ -56,14 +58,17 @@ def tile_rows(  # type: ignore[no-untyped-def]
     i, tiles_a, start_a, end_a, start_b, count_b, picks_row, n_b,
     HAS_A: gl.constexpr, KIND_B: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Key rows of tile i and which of its slots are keys."""
+    """Key rows of tile i, or words of a united list, and which of its slots are keys."""
     offs = gl.arange(0, BK, layout=layout)
     if KIND_B == "none":
         rows = start_a + i * BK + offs
         valid = rows < end_a
     else:
         slot = (i - tiles_a) * BK + offs
-        if KIND_B == "picks":
+        if KIND_B == "united":
+            rows = gl.load(picks_row + slot, mask=slot < count_b, other=-1)
+            valid = rows >= 0
+        elif KIND_B == "picks":
             rows = gl.load(picks_row + slot, mask=(slot >= 0) & (slot < count_b), other=-1)
             valid = (rows >= 0) & (rows < n_b)
         else:
@@ -96,17 +101,28 @@ def copy_heads(src, stride, H, hb, smem, d0: gl.constexpr, width: gl.constexpr, 
 def copy_tile(kv, stride, rows, valid, smem, d0: gl.constexpr, width: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
     """Start the gather of `width` channels of one tile of key rows; slots without a key are filled with zeros."""
     d = d0 + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    ptrs = kv + rows.to(gl.int64)[:, None] * stride + d[None, :]
+    ptrs = (kv + rows.to(gl.int64) * stride)[:, None] + d[None, :]
     async_copy.async_copy_global_to_shared(smem, ptrs, mask=valid[:, None] & (d >= 0)[None, :])
 
 
 @gluon.jit
-def add_rows(dkv, target, valid, acc, d0: gl.constexpr, width: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """dkv[target] += acc for the valid rows, channels d0 on."""
-    d = d0 + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    at = gl.convert_layout(target, gl.SliceLayout(1, layout))[:, None]
-    ok = gl.convert_layout(valid, gl.SliceLayout(1, layout))[:, None] & (d >= 0)[None, :]
-    gl.atomic_add(dkv + at + d[None, :], acc, mask=ok, sem="relaxed")
+def row_of(word):  # type: ignore[no-untyped-def]
+    """Row, in the two buffers laid end to end, that a word of a united list names (`triton_unite`)."""
+    return word & 0x7FFFFF
+
+
+@gluon.jit
+def seen_by(word, column, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether the query row that a column belongs to has the key; HEADS are the columns of a query row."""
+    return (word >= 0) & (((word >> (23 + column // HEADS)) & 1) != 0)
+
+
+@gluon.jit
+def buffer_of(word, kv_a, kv_b, stride_a, stride_b, n_a):  # type: ignore[no-untyped-def]
+    """(buffer, stride, row) of each word."""
+    row = row_of(word)
+    in_a = row < n_a
+    return gl.where(in_a, kv_a, kv_b), gl.where(in_a, stride_a, stride_b), gl.where(in_a, row, row - n_a)
 
 
 @gluon.jit

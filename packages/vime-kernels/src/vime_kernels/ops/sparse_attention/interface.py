@@ -43,7 +43,8 @@ def sparse_attention(
         attn_sink: float32 [H], a score without a value, already scaled; None or -inf for no sink.
         topk_length: int32 [S]; slots from there on are ignored. None for all K.
         return_lse: also return float32 [S, H] log Σ_j e^{s[h, j]}: natural logarithm, without the sink.
-        deterministic: True asks for a bitwise repeatable gradient of kv, False allows atomics, None follows
+        deterministic: True asks for a bitwise repeatable gradient of kv and for rows whose bits do not depend on
+            their neighbours, False allows atomics and shared programs, None follows
             `torch.are_deterministic_algorithms_enabled`. The torch backend has nothing to choose: on the CPU it always
             repeats bitwise, on CUDA torch's own setting decides.
         backend: see `vime_kernels.set_backend`.

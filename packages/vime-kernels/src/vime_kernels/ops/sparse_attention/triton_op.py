@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton backend of sparse attention as two custom operators, with gradients and shapes for torch.compile.
 
-Chooses between the Hopper kernels (`gluon_fwd`; `gluon_bwd_keys` and `gluon_bwd`: fused backwards with atomics, the
-first for picks of 512 channels, where it was measured to be the faster one) and the plain ones
-(`triton_fwd`, `triton_bwd`: every other width, and the repeatable backward, whose first step is a Hopper kernel too).
+Chooses between the Hopper kernels (`gluon_fwd`; `gluon_bwd_keys` and `gluon_bwd_wide`: fused backwards with atomics for
+512 and 512 + 64 channels; `gluon_few`: both directions with at most 32 heads) and the plain ones (`triton_fwd`,
+`triton_bwd`: every other width, and the backward that is repeatable or without gradients of the keys, whose first step
+is a Hopper kernel too).
 """
 
 from typing import Any
@@ -55,6 +56,11 @@ def sparse_attention_fwd(
     sources = Sources(kv_a, starts_a, ends_a, width_a, kv_b, indices, lengths, starts_b, ends_b)
     sink = None if sink is None else sink.float()
     if config.hopper(q, kv_a, kv_b, d_v=d_v):
+        group = _group(q, sources, deterministic)
+        if group > 1:
+            from vime_kernels.ops.sparse_attention import gluon_few
+
+            return gluon_few.forward(q, sources, sink, scale, d_v, group)
         from vime_kernels.ops.sparse_attention import gluon_fwd
 
         return gluon_fwd.forward(q, sources, sink, scale, d_v)
@@ -98,17 +104,19 @@ def sparse_attention_bwd(
     dlse = None if dlse is None else dlse.contiguous()
     sink32 = None if sink is None else sink.float()
     hopper = config.hopper(q, kv_a, kv_b, do, d_v=out.shape[-1])
-    if hopper and needs_kv and not deterministic and indices is not None and q.shape[-1] == out.shape[-1]:
-        from vime_kernels.ops.sparse_attention import gluon_bwd_keys
+    group = _group(q, sources, deterministic)
+    if hopper and needs_kv and group > 1:
+        from vime_kernels.ops.sparse_attention import gluon_few
 
-        grads = gluon_bwd_keys.backward(q, sources, sink32, out, lse, do, dlse, scale)
-    elif hopper and not (deterministic and needs_kv):
-        from vime_kernels.ops.sparse_attention import gluon_bwd
+        grads = gluon_few.backward(q, sources, sink32, out, lse, do, dlse, scale, group)
+    elif hopper and needs_kv and not deterministic:
+        from vime_kernels.ops.sparse_attention import gluon_bwd_keys, gluon_bwd_wide
 
-        grads = gluon_bwd.backward(q, sources, sink32, out, lse, do, dlse, scale, needs_kv=needs_kv)
+        fused = gluon_bwd_keys.backward if q.shape[-1] == out.shape[-1] else gluon_bwd_wide.backward
+        grads = fused(q, sources, sink32, out, lse, do, dlse, scale)
     else:
         # Of the repeatable backward, the Hopper kernel has been measured and checked on a device with picks only.
-        hopper = hopper and indices is not None
+        hopper = hopper and (indices is not None or not needs_kv)
         grads = triton_bwd.backward(
             q, sources, sink32, out, lse, do, dlse, scale,
             needs_kv=needs_kv, deterministic=deterministic, hopper=hopper,
@@ -132,6 +140,12 @@ def _(
         return q.new_empty(0) if tensor is None or not needed else tensor.new_empty(tensor.shape)
 
     return q.new_empty(q.shape), like(kv_a, needs_kv), like(kv_b, needs_kv), like(sink, True)
+
+
+def _group(q: torch.Tensor, sources: Sources, deterministic: bool) -> int:
+    """Query rows that share a program. Then their last bits depend on each other, which no repeatable call allows."""
+    N = sum(len(kv) for kv in (sources.kv_a, sources.kv_b) if kv is not None)
+    return 1 if deterministic else config.group_rows(q.shape[1], N)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -2,9 +2,9 @@
 """Unites the key lists of neighbouring query rows: what lets a program serve several rows of few heads (`gluon_few`).
 
 Neighbours see most of the same window and pick mostly the same rows. A group's list names each key once, as a word:
-its row in the two buffers laid end to end, and in the eight bits above it which rows of the group have the key. A
-query row that names a key twice gets two words for it. Picks are merged where every list of the group ascends, as
-`indexer_topk` returns them; other lists are put one behind the other, which is right too, and as slow as before.
+its row in the two buffers laid end to end, and in the eight bits above it which rows of the group have the key; -1 is
+no key. Picks are united where every list of the group ascends and names a key once, as `indexer_topk` returns them;
+other lists are put one behind the other, which is right too, and as slow as before.
 """
 
 import torch
@@ -15,7 +15,8 @@ from vime_kernels.ops.sparse_attention.sources import Sources
 
 ROW_BITS = tl.constexpr(23)
 NO_KEY = tl.constexpr(2147483647)
-BLOCK = tl.constexpr(128)
+BLOCK = tl.constexpr(512)  # slots of a list at a time
+SPAN = tl.constexpr(128)  # the same of a range
 
 
 @triton.jit
@@ -32,8 +33,8 @@ def write_ranges(words, starts, ends, first, S, n, shift, G: tl.constexpr):  # t
     apart = span > total
     behind = tl.cumsum(length, 0) - length
     count = tl.where(apart, total, span)
-    for at in range(0, count, BLOCK):
-        slot = at + tl.arange(0, BLOCK)
+    for at in range(0, count, SPAN):
+        slot = at + tl.arange(0, SPAN)
         key = tl.where(apart, start[None, :] + slot[:, None] - behind[None, :], low + slot[:, None])
         has = (key >= start[None, :]) & (key < end[None, :])
         bits = tl.sum(has.to(tl.int32) << g[None, :], 1)
@@ -43,86 +44,75 @@ def write_ranges(words, starts, ends, first, S, n, shift, G: tl.constexpr):  # t
 
 
 @triton.jit
-def bit(i, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """0 and 1 along the axis of bit i of a cube of n bits."""
-    return tl.reshape(tl.arange(0, 2), [1] * (n - 1 - i) + [2] + [1] * i)
+def used_of(lengths, row, S, K, HAS_LENGTHS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Slots of a query row's list; none of a row behind the last."""
+    used = K
+    if HAS_LENGTHS:
+        used = tl.minimum(tl.load(lengths + row, mask=row < S, other=0), K)
+    return tl.where(row < S, used, 0)
 
 
 @triton.jit
-def exchange(cube, n: tl.constexpr, i: tl.constexpr, run: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One step of a bitonic merge: neighbours by bit i change places if they are out of order."""
-    other = cube ^ tl.xor_sum(cube, n - 1 - i, keep_dims=True)
-    upper = bit(i, n)
-    if run < n:
-        upper = upper ^ bit(run, n)  # every other run descends
-    return tl.where((cube > other) != (upper != 0), other, cube)
+def load_picks(picks, slot, used, n):  # type: ignore[no-untyped-def]
+    """Picked rows of some slots; an empty slot is above all of them."""
+    pick = tl.load(picks + slot, mask=slot < used, other=-1)
+    return tl.where((pick >= 0) & (pick < n), pick, NO_KEY)
 
 
 @triton.jit
-def merge(key, LOG_G: tl.constexpr, LOG_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2^LOG_G rows of 2^LOG_K keys, by turns ascending and descending, as one ascending row."""
-    n: tl.constexpr = LOG_G + LOG_K
-    cube = tl.reshape(key, [2] * n)
-    for run in tl.static_range(LOG_K + 1, n + 1):
-        for step in tl.static_range(run):
-            cube = exchange(cube, n, run - 1 - step, run)
-    return tl.reshape(cube, key.shape)
-
-
-@triton.jit
-def run_so_far(head, bits, runs, next_head, next_bits, next_runs):  # type: ignore[no-untyped-def]
-    """Scan over sorted entries: bits since the last head, and the number of heads."""
-    return head | next_head, tl.where(next_head != 0, next_bits, bits | next_bits), runs + next_runs
-
-
-@triton.jit
-def load_keys(row_picks, slot, used, g, n, G: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Picked row and number in the group as one sortable value."""
-    pick = tl.load(row_picks + slot, mask=slot < used, other=-1)
-    return tl.where((pick >= 0) & (pick < n), pick * G + g, NO_KEY)
+def names(picks, used, key, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which keys an ascending list names. As unsigned numbers empty slots are above every key without a test."""
+    at = tl.zeros_like(key)
+    for step in tl.static_range(STEPS):
+        beyond = at + (1 << (STEPS - 1 - step))
+        pick = tl.load(picks + beyond - 1, mask=beyond <= used, other=-1)
+        at = tl.where(pick.to(tl.uint32, bitcast=True) < key.to(tl.uint32, bitcast=True), beyond, at)
+    return tl.load(picks + at, mask=at < used, other=-1) == key
 
 
 @triton.jit
 def write_picks(  # type: ignore[no-untyped-def]
     words, indices, lengths, first, S, n, K, stride_is, shift,
-    LOG_G: tl.constexpr, LOG_K: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    G: tl.constexpr, STEPS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Words of G lists of picks; returns how many."""
-    G: tl.constexpr = 1 << LOG_G
-    KP: tl.constexpr = 1 << LOG_K
-    e = tl.arange(0, G * KP)
-    g = e // KP
-    # Every other row is taken backwards, as the merge wants it.
-    slot = tl.where(g % 2 == 1, KP - 1 - e % KP, e % KP)
-    live = first + g < S
-    used = tl.where(live, K, 0)
-    if HAS_LENGTHS:
-        used = tl.minimum(tl.load(lengths + first + g, mask=live, other=0), K)
-    row_picks = indices + (first + g) * stride_is
-    key = load_keys(row_picks, slot, used, g, n, G)
-    ascending = tl.max((key > load_keys(row_picks, slot + 1, used, g, n, G)).to(tl.int32), 0) == 0
-    if ascending:
-        key = merge(key, LOG_G, LOG_K)
-    before = tl.gather(key, tl.maximum(e - 1, 0), 0)
-    # A run is one pick of several rows; the same row again begins another.
-    head = ((key // G != before // G) | (key == before)).to(tl.int32)
-    counted = head & (key != NO_KEY).to(tl.int32)
-    _, bits, runs = tl.associative_scan((head, 1 << key % G, counted), 0, run_so_far)
-    last = (tl.gather(head, tl.minimum(e + 1, G * KP - 1), 0) != 0) | (e == G * KP - 1)
-    word = key // G + shift | bits << ROW_BITS
-    tl.store(words + runs - 1, word, mask=last & (key != NO_KEY))
-    return tl.max(runs, 0)
+    """Words of G lists of picks, each key where the first row names it; returns how many."""
+    lane = tl.arange(0, BLOCK)
+    unordered = 0
+    for g in range(G):
+        used = used_of(lengths, first + g, S, K, HAS_LENGTHS)
+        picks = indices + (first + g) * stride_is
+        for at in range(0, used, BLOCK):
+            key = load_picks(picks, at + lane, used, n)
+            after = load_picks(picks, at + lane + 1, used, n)
+            unordered |= tl.max(((key >= after) & (after != NO_KEY)).to(tl.int32), 0)
+    count = 0
+    for g in range(G):
+        used = used_of(lengths, first + g, S, K, HAS_LENGTHS)
+        picks = indices + (first + g) * stride_is
+        for at in range(0, used, BLOCK):
+            key = load_picks(picks, at + lane, used, n)
+            bits = tl.full([BLOCK], 1, tl.int32) << g
+            if unordered == 0:
+                for bit in tl.static_range(1, G):
+                    other = g ^ bit
+                    others = used_of(lengths, first + other, S, K, HAS_LENGTHS)
+                    found = names(indices + (first + other) * stride_is, others, key, STEPS)
+                    bits |= found.to(tl.int32) << other
+            head = ((key != NO_KEY) & ((bits & ((1 << g) - 1)) == 0)).to(tl.int32)
+            place = count + tl.cumsum(head, 0) - 1
+            tl.store(words + place, key + shift | bits << ROW_BITS, mask=head != 0)
+            count += tl.sum(head, 0)
+    return count
 
 
 @triton.jit(do_not_specialize=["S", "n_a", "n_b"])
 def unite_kernel(  # type: ignore[no-untyped-def]
     starts_a, ends_a, starts_b, ends_b, indices, lengths, words, counts,
     S, n_a, n_b, K, stride_is, slots,
-    LOG_G: tl.constexpr, LOG_K: tl.constexpr,
+    G: tl.constexpr, STEPS: tl.constexpr,
     HAS_A: tl.constexpr, KIND_B: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """The united list of one group of query rows."""
-    G: tl.constexpr = 1 << LOG_G
     group = tl.program_id(0).to(tl.int64)
     words += group * slots
     count = 0
@@ -132,7 +122,7 @@ def unite_kernel(  # type: ignore[no-untyped-def]
         count += write_ranges(words + count, starts_b, ends_b, group * G, S, n_b, n_a, G)
     elif KIND_B == "picks":
         count += write_picks(
-            words + count, indices, lengths, group * G, S, n_b, K, stride_is, n_a, LOG_G, LOG_K, HAS_LENGTHS
+            words + count, indices, lengths, group * G, S, n_b, K, stride_is, n_a, G, STEPS, HAS_LENGTHS
         )
     tl.store(counts + group, count)
 
@@ -143,17 +133,17 @@ def unite(sources: Sources, S: int, H: int, group: int) -> Sources:
     assert some is not None
     args = sources.kernel_arguments(some)
     _, _, starts_a, ends_a, starts_b, ends_b, indices, lengths = args.tensors
-    slots_b = {"none": 0, "picks": group * args.K, "range": group * args.n_b}[args.kind_b]
+    # Ranges follow each other only where that is shorter than what they span together.
+    slots_b = {"none": 0, "picks": group * args.K, "range": args.n_b}[args.kind_b]
     words = some.new_empty(
         (-(-S // group), group * sources.width_a * args.has_a + slots_b), dtype=torch.int32
     )
     counts = some.new_empty(len(words), dtype=torch.int32)
-    log_g, log_k = group.bit_length() - 1, max(4, (args.K - 1).bit_length())
     if len(words):
         unite_kernel[(len(words),)](
             starts_a, ends_a, starts_b, ends_b, indices, lengths, words, counts,
             S, args.n_a, args.n_b, args.K, args.stride_is, words.shape[1],
-            LOG_G=log_g, LOG_K=log_k, HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
-            num_warps=min(16, max(4, (1 << log_g + log_k) // 256)),
+            G=group, STEPS=args.K.bit_length(), HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
+            num_warps=4,
         )  # fmt: skip
     return Sources(sources.kv_a, kv_b=sources.kv_b, indices=words, lengths=counts, heads=H)

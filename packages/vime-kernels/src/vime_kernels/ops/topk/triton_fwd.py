@@ -226,7 +226,7 @@ def topk(logits: torch.Tensor, k: int, starts: torch.Tensor, ends: torch.Tensor)
     if N <= config.EXACT_WIDTH:
         _select(logits, starts, ends, picks)
         return picks
-    most = config.most_kept(k)
+    most = config.most_kept(k, N)
     step = max(1, config.SCRATCH_BYTES // (8 * most))
     for first in range(0, S, step):
         rows = slice(first, min(first + step, S))
@@ -295,6 +295,6 @@ def _select(source: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, pick
         CANDIDATES=source.dtype == torch.uint64,
         BLOCK=block,
         BLOCK_K=triton.next_power_of_2(k),
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=max(1, block // config.SELECT_COLUMNS),
         maxnreg=config.SELECT_REGISTERS,
     )
