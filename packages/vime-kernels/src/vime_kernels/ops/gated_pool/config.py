@@ -15,8 +15,8 @@ VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 64
 LONG = 32
 # Forward, a warp looks at steps times lanes of their slots together, and at so many channels.
 LONG_STEPS, LONG_LANES, LONG_CHANNELS = 4, 2, 128
-# Backward, a warp has so many slots of so many pools, and so many channels.
-LONG_BWD_SLOTS, LONG_BWD_POOLS, LONG_BWD_CHANNELS = 2, 16, 256
+# Backward, a warp has so many slots and channels, of so many pools at most.
+LONG_BWD_SLOTS, LONG_BWD_CHANNELS, LONG_BWD_POOLS = 2, 256, 32
 # The backward pass of short pools, so that 16 of its warps share a multiprocessor.
 BACKWARD_REGISTERS = 128
 
@@ -44,6 +44,11 @@ def tile_bwd(ratio: int, overlap: bool, channels: int) -> Tile:
 def is_long(ratio: int, overlap: bool) -> bool:
     """Whether a pool is walked over, and not held in registers."""
     return not overlap and _slots(ratio, overlap) >= LONG
+
+
+def long_bwd_pools(pools: int) -> int:
+    """Pools that a backward program takes in turn: a sixteenth of them or less, a power of two from 4 on."""
+    return min(LONG_BWD_POOLS, max(4, 1 << (pools // 16).bit_length() >> 1))
 
 
 def channel_block(channels: int, widest: int) -> int:

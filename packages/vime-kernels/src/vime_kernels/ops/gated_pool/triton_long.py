@@ -116,7 +116,7 @@ def backward(
     """Writes the gradients of x and score, and returns that of ape."""
     T, D = x.shape
     P, B, block = T // ratio, len(cu_seqlens) - 1, config.channel_block(D, config.LONG_BWD_CHANNELS)
-    slots, pools = config.LONG_BWD_SLOTS, config.LONG_BWD_POOLS
+    slots, pools = config.LONG_BWD_SLOTS, config.long_bwd_pools(P)
     programs = triton.cdiv(P, pools)
     dape_partial = torch.empty(programs, ratio, D, dtype=torch.float32, device=x.device)
     _long_bwd_kernel[(B + 1 + programs, triton.cdiv(D, block), triton.cdiv(ratio, slots))](
