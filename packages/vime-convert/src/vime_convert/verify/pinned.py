@@ -13,7 +13,7 @@ from vime_convert.verify.compare import Check, LayerError
 from vime_convert.verify.precision import Precision
 from vime_convert.verify.runs import Candidate, Reference
 
-# Distance to the first value left out, relative to the largest: the furthest that bfloat16 moved a selection was 2.3e-2.
+# Distance to the first value left out, relative to the largest; bfloat16 moved a selection by 2.3e-2 at most.
 ROW_MARGIN = 0.03
 # Of the rows, how many must be far enough from ties for the comparison to mean anything.
 LEAST_ROWS = 0.25
