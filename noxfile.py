@@ -152,7 +152,8 @@ def multi_gpu_tests(session: nox.Session) -> None:
     # One worker per file: the ranks of a file are started once, and several files share the devices.
     spread = [*workers, "--dist", "loadfile"] if workers else []
     tests = "packages/vime-models/tests/multi_gpu"
-    command = [python, "-m", "pytest", tests, "-q", "-rs", "-m", "multi_gpu", *spread]
+    # -v: a run that is cut off has said which case failed.
+    command = [python, "-m", "pytest", tests, "-v", "-rs", "-m", "multi_gpu", *spread]
     session.run(*command, *session.posargs, env=env, external=True)
 
 

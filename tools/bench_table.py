@@ -162,6 +162,8 @@ def draw(rows: list[tuple[str, list[tuple[str, float]]]], source: Record, path: 
     axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
+    for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        which(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "1235" else "")
     axes.grid(alpha=0.3, which="both")
     axes.set_xlabel("time of the peer / our time, in the same run (right of 1: ours is faster)", fontsize=8)
     axes.set_title(f"{source['device'].split(',')[0]}, commit {source['commit']}", fontsize=8)

@@ -21,8 +21,9 @@ def test_bfloat16_is_rounded_once() -> None:
 
     exact = rows.double()[places].sum(1)
     summed = _Sum.apply(rows, order, places)
-    # Half a unit in the last place, and what float32 adds to it.
-    bound = exact.abs() * 2**-9 * (1 + 2**-6) + 1e-5
+    # Half a unit in the last of bfloat16's 8 places, and what float32 adds to it.
+    half_unit = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
+    bound = half_unit * (1 + 2**-6) + 1e-5
     assert ((summed.double() - exact).abs() <= bound).all()
     assert all(_Sum.apply(rows, order, places).equal(summed) for _ in range(20))
     rounded_often = unpermute(rows, order, torch.Size((T, C)))
