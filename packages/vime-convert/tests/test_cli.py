@@ -225,6 +225,8 @@ sys.exit(cli.main(["hf2hf", sys.argv[1], sys.argv[2], "--dialect", "dpsk-hf", "-
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts background jobs with SIGINT ignored, and Python keeps that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
