@@ -258,6 +258,16 @@ CASES: dict[str, Case] = {
         unread=edges_of(2),
         atomic=True,
     ),
+    "sparse_attention_v4-few-heads": Case(  # neighbouring rows share a program on Hopper
+        attention_v4(False, "picks"),
+        lambda: (
+            *(randn(S, H, WIDE), randn(N, WIDE), randn(N, WIDE), f32(H)),
+            *(picks(holes=slice(K - 3, None)), int32(CU)),
+        ),
+        leaves=4,
+        unread=edges_of(2),
+        atomic=True,
+    ),
     "sparse_attention_v4-ranges": Case(
         attention_v4(True, "ranges"),
         lambda: (randn(S, 4 * H, WIDE), randn(N, WIDE), randn(N, WIDE), f32(4 * H), *ranges(), int32(CU)),

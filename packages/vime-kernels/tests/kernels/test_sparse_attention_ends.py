@@ -83,3 +83,21 @@ def test_a_row_without_a_key_is_zero_whatever_its_queries(device):
     assert_bitwise(out, calm)
     assert_bitwise(lse, calm_lse)
     assert not out[1].any()
+
+
+def test_a_window_wider_than_its_rows_is_their_number(device):
+    """Also where the backward pass holds a number for every slot of a window."""
+    small = device == "cpu"
+    S, D, H = 5, 16 if small else 512, 40
+    q, band = (
+        torch.randn(S, *n, D).to(torch.float32 if small else torch.bfloat16).to(device) for n in ((H,), ())
+    )
+    results = []
+    for window in (S, 2**31 - 1):
+        leaves = [t.clone().requires_grad_() for t in (q, band)]
+        out = sparse_attention_v4(
+            *leaves, None, 0.1, None, window=window, deterministic=True, backend="triton"
+        )
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for wide, exact in zip(*results, strict=True):
+        assert_bitwise(wide, exact)

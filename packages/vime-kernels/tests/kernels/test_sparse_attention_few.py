@@ -102,6 +102,12 @@ def test_neighbours_name_a_common_key_once(device):
     assert united.indices[0, :K].tolist() == [255 << 23 | i for i in range(K)]
 
 
+def test_words_of_a_window_are_no_more_than_the_rows_it_is_cut_from(device):
+    rows = torch.arange(N, dtype=torch.int32, device=device)
+    band = Sources(torch.zeros(N, 4, device=device), torch.zeros_like(rows), rows + 1, width_a=2**40)
+    assert unite(band, N, 1, 8).indices.shape == (7, N)
+
+
 @pytest.mark.parametrize(
     "H, N, expected",
     [

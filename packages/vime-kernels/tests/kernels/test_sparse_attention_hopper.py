@@ -77,3 +77,23 @@ def test_rows_of_every_length(keys):
         assert rel_rms(ours, exact) < 6e-3
     for _ in range(10):
         assert_bitwise(gradients(call("triton"), tensors, grad)[0], first[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "repeatable"])
+def test_lists_of_one_pick(deterministic):
+    """A size of one is a constant to the compiler."""
+    torch.manual_seed(4)
+    q, kv, grad = (torch.randn(*n, 512, device="cuda").bfloat16() for n in ((30, 64), (9,), (30, 64)))
+    indices = torch.randint(-1, 9, (30, 1), dtype=torch.int32, device="cuda")
+
+    def call(backend):
+        return lambda q, kv: sparse_attention(
+            q, kv, indices, 0.05, deterministic=deterministic, backend=backend
+        )
+
+    expected = gradients(call("torch"), [q.double(), kv.double()], grad.double())
+    ours = gradients(call("triton"), (q, kv), grad)
+    assert rel_rms(ours[1], expected[1]) < 6e-3
+    # The only key has all the weight, whatever its score.
+    assert ours[0].float().abs().max() < 0.1

@@ -4,9 +4,11 @@
 Importing Megatron takes longer than most cases, so all cases of one world size share one start. On the CPU the script
 is imported once and `serve` forks it into the ranks; CUDA does not survive a fork, so there every rank is started on
 its own. A case is a function that every rank calls; what the ranks return comes back as a list. Ranks meet in a file,
-so no port is taken. When one rank fails, the others would wait for it in a collective for ever: all are killed then.
+so no port is taken. When one rank fails, the others would wait for it in a collective for ever: all are killed then,
+and so they are when the process that started them dies.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -17,13 +19,23 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 Device = Literal["cpu", "cuda"]
 
 # In the script: what it was started for.
 ORDER: dict[str, Any] = json.loads(os.environ.get("VIME_DIST", "{}"))
 DEVICE: Device = ORDER.get("device", "cpu")
+
+
+def _die_with_parent() -> None:
+    """A killed test session leaves no rank behind that waits for another and holds a device."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if ORDER:
+    # Before the imports of the script, which take longer than most cases.
+    _die_with_parent()
 
 
 class Results(dict[str, list[Any]]):
@@ -138,8 +150,7 @@ def serve(cases: Mapping[str, Callable[[], Any]]) -> None:
     """
     asked = {name: cases[name] for name in ORDER["cases"]}
     if "rank" in ORDER:
-        _run(ORDER["rank"], asked)
-        return
+        _run_and_exit(ORDER["rank"], asked)
     # The thread pool of a process does not survive a fork, so nothing may have computed yet.
     ranks = {_fork(rank, asked): rank for rank in range(ORDER["world"])}
     while ranks:
@@ -154,9 +165,15 @@ def _fork(rank: int, cases: Mapping[str, Callable[[], Any]]) -> int:
     """In the parent: the new process. The child never returns."""
     if process := os.fork():
         return process
+    _die_with_parent()
     log = os.open(_log(ORDER | {"rank": rank}), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    _run_and_exit(rank, cases)
+
+
+def _run_and_exit(rank: int, cases: Mapping[str, Callable[[], Any]]) -> NoReturn:
+    """Ends this process at once: Python's own end would wait for nccl, which waits for the other ranks."""
     try:
         _run(rank, cases)
     except BaseException:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in bfloat16 with the distributed optimizer stays in the band of one GPU, whatever the layout.
 
-The band is what rounding alone does to one GPU's loss: the same 20 steps with gradients of the four microbatches summed
-from another one on.
+The band is four times what rounding alone does to one GPU's loss: the same 20 steps with gradients of the four
+microbatches summed from another one on. A layout rounds more than that, in its forward passes (over gloo TP2 with EP2
+moves 1.9 times as far); without one rank's gradients losses move 184 times as far.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ LAYOUT_OF = {
 }
 CASES = [(size, name) for size in WORLDS for name in LAYOUT_OF[size]]
 PLANTED = "ep2-lost-rank"
+LIMIT = 4
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(not WORLDS, reason="fewer than two GPUs")]
 
@@ -58,7 +60,7 @@ def test_losses_stay_in_the_band(
     means, spread = band(curves, packed="cp" in options)
     found = [distance(losses, means) for losses in curves[name][name]]
     record_property("distance / spread", max(found) / spread)
-    assert max(found) <= 2 * spread
+    assert max(found) <= LIMIT * spread
 
 
 def test_a_rank_whose_gradients_are_lost_leaves_the_band(
@@ -67,4 +69,4 @@ def test_a_rank_whose_gradients_are_lost_leaves_the_band(
     means, spread = band(curves, packed=False)
     found = [distance(losses, means) for losses in curves[PLANTED][PLANTED]]
     record_property("distance / spread", min(found) / spread)
-    assert min(found) > 10 * spread
+    assert min(found) > 10 * LIMIT * spread

@@ -43,7 +43,7 @@ def logits_tile(dtype: torch.dtype) -> LogitsTile:
 def hopper(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether the logits kernel written for Hopper's warpgroup instructions can run this call, and is the faster."""
     S, H, D = q.shape
-    if not q.is_cuda or D != 128 or H not in (32, 64, 128) or not q.is_contiguous():
+    if not q.is_cuda or q.element_size() > 2 or D != 128 or H not in (32, 64, 128) or not q.is_contiguous():
         return False
     if not _aligned(q, k) or min(len(k), out.stride(0)) < 2:
         return False
@@ -59,7 +59,7 @@ def logits_workers(q: torch.Tensor) -> int:
 def hopper_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
     """The same for the gradient of the scores of a selection."""
     S, H, D = q.shape
-    if not q.is_cuda or D != 128 or H not in (32, 64) or not _aligned(q, k):
+    if not q.is_cuda or q.element_size() > 2 or D != 128 or H not in (32, 64) or not _aligned(q, k):
         return False
     return _is_hopper(q, blocks=S // 2)
 

@@ -108,7 +108,7 @@ def scores_bwd(
     dk: torch.Tensor,
     dweights: torch.Tensor,
 ) -> None:
-    """Writes dq and dweights, float32, and adds to dk, float32. Arguments as in `triton_scores.indexer_scores_bwd`."""
+    """Writes dq and float32 dweights, and adds to float32 dk. Arguments as in `triton_scores.indexer_scores_bwd`."""
     (S, H, D), K = q.shape, indices.shape[1]
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     per_row, bound = K * 12, config.PAIRS_BYTES

@@ -4,8 +4,8 @@
 Those kernels multiply 64 columns in any case, and gather a row of keys for each of its query rows. Here the columns are
 the heads of two, four or eight neighbouring query rows, and the keys are the united list of their own
 (`triton_unite`), so each key is gathered, and its gradient added, once for all of them. How the terms of a row's sums
-are ordered then depends on its neighbours' lists, and with it the last bits of its output. Leaves a backward without
-gradients of the keys to the others.
+are ordered then depends on its neighbours' lists, and with it the last bits of its output. A NaN or an infinity in one
+row's operands reaches the rows that share its program. Leaves a backward without gradients of the keys to the others.
 """
 
 import torch

@@ -179,7 +179,7 @@ def sparse_attention_v4(
             kv_window,
             lows,
             torch.where(inside_S, q_positions + 1, lows),
-            window,
+            min(window, N),
             kv_compressed if indices is not None or starts is not None else None,
             indices=_packed(indices),
             starts_b=_packed(starts),

@@ -135,9 +135,8 @@ def unite(sources: Sources, S: int, H: int, group: int) -> Sources:
     _, _, starts_a, ends_a, starts_b, ends_b, indices, lengths = args.tensors
     # Ranges follow each other only where that is shorter than what they span together.
     slots_b = {"none": 0, "picks": group * args.K, "range": args.n_b}[args.kind_b]
-    words = some.new_empty(
-        (-(-S // group), group * sources.width_a * args.has_a + slots_b), dtype=torch.int32
-    )
+    slots_a = min(group * sources.width_a, args.n_a)
+    words = some.new_empty((-(-S // group), slots_a + slots_b), dtype=torch.int32)
     counts = some.new_empty(len(words), dtype=torch.int32)
     if len(words):
         unite_kernel[(len(words),)](
