@@ -23,7 +23,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one-process")
     (result,) = launch(HERE / "worker.py", 1, ["reference"], directory)["reference"]
     assert result["gap"] > 1e-5, "a top-k is so close to a tie that rounding could decide it"
-    assert result["clamp"] > 1e-6, "a value is so close to the bound of its clamp that rounding could decide it"
+    assert result["clamp"] > 1e-6, (
+        "a value is so close to the bound of its clamp that rounding could decide it"
+    )
     return directory
 
 
