@@ -5,9 +5,10 @@ Late queries see more compressed entries than early ones, so the last of C conti
 average. Here the stream (or each row of a batch) is cut into parts (`vime_replay.layout.balance_folds`), each part into
 2·C equal chunks, and rank r computes the queries of chunks r and 2·C - 1 - r of each. Keys are addressed in the whole
 stream, so each query's result is the same bits wherever it is computed; gradients of shared keys differ by the order of
-a sum. With at most 32 heads in 16 bits the Hopper attention sums neighbouring rows together, whose last bits then depend
-on where a chunk begins, unless deterministic algorithms are asked for. The cut ignores where samples begin; many parts make up for that: of 64k tokens the busiest of 2 to 16 ranks does
-at most 1.05 times the average for the packs in the tests.
+a sum. With at most 32 heads in 16 bits the Hopper attention sums neighbouring rows together, whose last bits then
+depend on where a chunk begins, unless deterministic algorithms are asked for. The cut ignores where samples begin; many
+parts make up for that: of 64k tokens the busiest of 2 to 16 ranks does at most 1.05 times the average for the packs in
+the tests.
 """
 
 from dataclasses import dataclass, replace
