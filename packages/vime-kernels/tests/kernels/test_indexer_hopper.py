@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def hopper():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not has_gluon():
+        # Elsewhere the plain kernels run, which have tests of their own.
         pytest.skip("needs a Hopper GPU and the Triton version whose Gluon the kernel was written for")
 
 

@@ -44,6 +44,7 @@ def gradients(call, tensors, grad):
 def test_rows_of_every_length(keys):
     """Each program takes many rows, of no tile to seven, and both blocks of heads, of which the second is not full."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not has_gluon():
+        # Elsewhere the plain kernels run, which have tests of their own.
         pytest.skip("needs a Hopper GPU and the Triton version whose Gluon the kernel was written for")
     torch.manual_seed(3)
     S, N, H, K, D = 900, 700, 80, 320, 576 if keys == "picks-576" else 512

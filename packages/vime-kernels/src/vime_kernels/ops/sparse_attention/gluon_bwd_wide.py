@@ -41,6 +41,7 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     count_tiles,
     row_sources,
     seen_by,
+    sum_in_thread,
 )
 from vime_kernels.ops.sparse_attention.sources import Sources
 
@@ -56,12 +57,6 @@ EIGHTS = gl.constexpr(
     )
 )
 LENT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
-
-
-@gluon.jit
-def sum_in_thread(x):  # type: ignore[no-untyped-def]
-    """Adds the two rows of a [slots, heads] product that a thread holds: half the registers, and no exchange."""
-    return gl.sum(gl.reshape(x, [BK // 16, 2, 8, BH]), axis=1)
 
 
 @gluon.jit
