@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vime_convert.checkpoint import Checkpoint
-from vime_convert.errors import CheckpointError, ConfigError, OutputError
+from vime_convert.errors import ConfigError, ConvertError, OutputError
 from vime_convert.reader import CheckpointReader
 from vime_convert.registry import table_for
 from vime_convert.rules import RuleTable
@@ -86,7 +86,7 @@ def test_truncate(
     assert (checkpoint.dialect.name, checkpoint.extras, checkpoint.table.num_layers) == (dialect, [], 2)
     whole = load_tensors(source)
     assert all(tensor.equal(whole[name]) for name, tensor in load_tensors(tmp_path / "out").items())
-    with pytest.raises(CheckpointError, match="expected 1 to 4 layers to keep, got 5"):
+    with pytest.raises(ConvertError, match="expected 1 to 4 layers to keep, got 5"):
         truncate(source, tmp_path / "more", 5, PLUGIN)
 
 

@@ -12,7 +12,7 @@ from attention import attention, loss, teacher
 from models import FLASH, GLM5, GLM53, PRO, V32
 from problem import Case
 from selection import logits, pick, pools, scores, selection
-from small import gate, head, mixes, pool, post, pre, quantise, rotation, sinkhorn
+from small import combine, gate, head, mixes, pool, post, pre, quantise, rotation, sinkhorn
 
 from vime_kernels import quant
 
@@ -83,3 +83,4 @@ def cases() -> Iterator[Case]:
     yield Case("sinkhorn", "4 x 4", sinkhorn)
     yield Case("rotate", "V4-Flash queries", lambda s: rotation(s, FLASH))
     yield Case("swiglu", "V4-Flash experts", lambda s: gate(s, 2048))
+    yield Case("gather_sum", "V4-Flash experts", lambda s: combine(s, 4096, 6), fwd)

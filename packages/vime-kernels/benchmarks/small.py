@@ -121,3 +121,14 @@ def gate(scale: Scale, hidden: int) -> Problem:
         return (moe.swiglu(x, weight, limit=10.0, backend=backend),)
 
     return Problem(call, [scale.randn(scale.tokens, 64 if scale.tiny else 2 * hidden), weight])
+
+
+def combine(scale: Scale, hidden: int, topk: int) -> Problem:
+    """What the experts of a token return, added up; rows lie sorted by expert."""
+    T = scale.tokens // 4
+    rows_TK = torch.randperm(T * topk, device=scale.device).view(T, topk)
+
+    def call(backend: str, x: torch.Tensor) -> Outputs:
+        return (moe.gather_sum(x, rows_TK, backend=backend),)
+
+    return Problem(call, [scale.randn(T * topk, 64 if scale.tiny else hidden)])

@@ -77,6 +77,8 @@ def test_an_operation_refuses_an_explicit_triton():
 def test_explain_names_every_operation_and_shows_a_refusal(monkeypatch):
     monkeypatch.setitem(_backend.IMPLEMENTED, "kpool_select", ("torch",))
     assert [line.split(":")[0] for line in explain().splitlines()] == list(_backend.IMPLEMENTED)
+    with pytest.raises(BackendError, match=r"explain: expected one of .*topk.*, got 'attention'"):
+        explain("attention")
     with use_backend("triton"):
         assert explain("kpool_select").startswith("kpool_select: refused")
         with pytest.raises(BackendError, match="this release has no Triton backend for it"):
@@ -102,3 +104,32 @@ def test_a_device_that_is_too_old(monkeypatch):
     with pytest.warns(UserWarning, match=rf"topk: runs on the torch backend, because for Triton {reason}"):
         assert _backend.resolve("topk", None, [tensor]) == "torch"
     assert _backend.resolve("topk", None, [tensor]) == "torch"  # warns once
+
+
+def test_tensors_of_another_device_than_the_current_one(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_backend, "_warned", set())
+    here, there = (SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in (0, 1))
+    assert _backend.resolve("topk", None, [here]) == "triton"
+    reason = "its tensors are on cuda:1 and the current device is cuda:0"
+    with pytest.raises(BackendError, match=reason):
+        _backend.resolve("topk", "triton", [there])
+    with pytest.warns(UserWarning, match=reason):
+        assert _backend.resolve("topk", None, [there]) == "torch"
+
+
+def test_falling_back_is_traced_without_a_break_and_still_warns(monkeypatch):
+    monkeypatch.setattr(_backend, "_machine_reason", lambda device: None)
+    monkeypatch.setattr(_backend, "_warned", set())
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(x):
+        return x + 1 if _backend.resolve("topk", None, [tensor], "k=5000") == "torch" else x
+
+    with pytest.warns(
+        UserWarning, match="topk: runs on the torch backend, because for Triton it does not support"
+    ):
+        assert call(torch.zeros(1)).item() == 1

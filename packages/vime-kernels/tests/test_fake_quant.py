@@ -213,3 +213,10 @@ def test_hadamard_gradient_and_rounding():
 def test_rotation_leaves_products_unchanged():
     q, k = randn(6, 128, seed=0, dtype=torch.float64), randn(6, 128, seed=1, dtype=torch.float64)
     torch.testing.assert_close(hadamard(q) @ hadamard(k).T, q @ k.T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("quant", [fake_quant_fp8, fake_quant_fp4], ids=["fp8", "fp4"])
+def test_torch_func_sees_the_straight_gradient(quant):
+    x, weight = randn(3, 32, seed=0), randn(3, 32, seed=1)
+    gradient = torch.func.grad(lambda v: (quant(v, 32) * weight).sum())(x)
+    assert_bitwise(gradient, weight)

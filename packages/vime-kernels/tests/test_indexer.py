@@ -16,6 +16,7 @@ from vime_kernels.dsa import (
     lightning_indexer,
     topk,
 )
+from vime_kernels.ops.indexer import config
 from vime_kernels.testing import assert_bitwise, cu_seqlens_of, randn, rel_rms
 
 INF = float("inf")
@@ -166,7 +167,8 @@ def test_topk_fn_sees_every_row_once_and_replays():
     assert_bitwise(replayed, picks)
     assert_bitwise(replayed_scores, scores)
     with pytest.raises(
-        ValueError, match=r"indexer_topk: expected topk_fn to return int32 \[5, 2\], got torch.int64"
+        ValueError,
+        match=r"indexer_topk: expected topk_fn to return torch.int32 \[5, 2\] on cpu, got torch.int64",
     ):
         indexer_topk(
             q, k, w, starts, ends, 2, topk_fn=lambda logits, n, s, e, row_offset: logits.topk(n).indices
@@ -230,3 +232,9 @@ def test_causal_ranges_of_rows_outside_are_empty():
     positions = torch.tensor([-1, 0, 4, 5, 100], dtype=torch.int32)
     starts, ends = causal_ranges(cu_seqlens_of([5]), q_positions=positions)
     assert (ends - starts).tolist() == [0, 1, 5, 0, 0]
+
+
+def test_expanded_keys_are_left_to_the_plain_kernels():
+    q, k = torch.zeros(4, 32, 128).bfloat16(), torch.zeros(6, 128).bfloat16()
+    assert config._aligned(q, k)
+    assert not config._aligned(q, k[:1].expand(6, 128))

@@ -21,7 +21,7 @@ def test_the_kernels_in_the_interpreter():
         "not gpu",
         str(folder),
     ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "VIME_KERNELS_BACKEND": "triton"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

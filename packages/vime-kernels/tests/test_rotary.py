@@ -71,3 +71,9 @@ def test_what_does_not_fit_is_named(inputs, change, message):
     x, angles = inputs
     with pytest.raises((ValueError, TypeError), match=message):
         rotate(*change(x, angles))
+
+
+def test_no_pairs_turn_nothing_and_angles_get_no_gradient(inputs):
+    x, angles = inputs
+    assert rotate(x, angles[:, :0], angles[:, :0]).equal(x)
+    assert not rotate(x, angles.cos().requires_grad_(), angles.sin()).requires_grad

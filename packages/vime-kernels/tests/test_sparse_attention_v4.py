@@ -100,7 +100,15 @@ def test_gradients(monkeypatch, kind, chunk_bytes):
     }[kind]
     assert gradcheck(
         lambda q, raw, compressed, sink: sparse_attention_v4(
-            q, raw, compressed, 0.5, sink, window=3, cu_seqlens=cu, return_lse=True, **arguments
+            q,
+            raw,
+            compressed if arguments else None,
+            0.5,
+            sink,
+            window=3,
+            cu_seqlens=cu,
+            return_lse=True,
+            **arguments,
         ),
         (q, raw, compressed, sink),
         fast_mode=chunk_bytes == 1,  # recomputing every row for every element takes long
@@ -195,4 +203,11 @@ def test_nothing_compressed_yet():
     zero = torch.zeros(3, dtype=torch.int32)
     torch.testing.assert_close(sparse_attention_v4(q, raw, empty, 0.5, sink, indices=none), window_only)
     assert_bitwise(sparse_attention_v4(q, raw, empty, 0.5, sink, cmp_ranges=(zero, zero)), window_only)
-    assert sparse_attention_v4(q[:0], raw[:0], empty, 0.5, sink).shape == (0, 2, 4)
+    assert sparse_attention_v4(q[:0], raw[:0], None, 0.5, sink).shape == (0, 2, 4)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 10**12], ids=["int32", "beyond"])
+def test_a_window_may_be_any_large_number(window):
+    q, raw, _, sink = inputs()
+    out = sparse_attention_v4(q, raw, None, 0.7, sink, window=window)
+    assert_bitwise(out, sparse_attention_v4(q, raw, None, 0.7, sink, window=len(raw)))

@@ -57,3 +57,9 @@ def test_what_does_not_fit_is_named(arguments, message):
 def test_the_limit_is_positive():
     with pytest.raises(ValueError, match="a positive limit, got 0"):
         swiglu(torch.zeros(2, 4), limit=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 8), (0, 0), (2, 0, 8), (8,)], ids=str)
+def test_empty_results_and_single_rows(shape):
+    x, weight = torch.ones(shape), torch.ones(shape[:-1])
+    assert swiglu(x, weight).shape == (*shape[:-1], shape[-1] // 2)

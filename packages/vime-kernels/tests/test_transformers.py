@@ -129,7 +129,8 @@ def test_attention_with_sink(kind):
     module = types.SimpleNamespace(num_key_value_groups=H, sinks=sink, training=False)
     kv = torch.cat([raw, compressed])[None, None]
     expected, _ = hf.eager_attention_forward(module, q.transpose(0, 1)[None], kv, kv, mask[None, None], 0.25)
-    ours = dsa.sparse_attention_v4(q, raw, compressed, 0.25, sink, window=window, **arguments)
+    rows = compressed if arguments else None
+    ours = dsa.sparse_attention_v4(q, raw, rows, 0.25, sink, window=window, **arguments)
     close(ours, expected[0])
     upstream = randn(T, H, D, seed=10)
     for a, b in zip(

@@ -12,7 +12,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from slices import PACKS, Case
@@ -36,7 +36,12 @@ class Trainer:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
         self.chunks = PLUGIN.build(
-            config, dtype=dtype, device=device, deallocate_pipeline_outputs=True, **case.options
+            config,
+            dtype=dtype,
+            device=device,
+            deallocate_pipeline_outputs=True,
+            gradient_accumulation_fusion=device == "cuda",
+            **case.options,
         )
         for chunk in self.chunks:
             _fill_tables(chunk.train(), config)
@@ -58,7 +63,9 @@ class Trainer:
             optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
         )
         optimizer = get_megatron_optimizer(settings, self.wrapped)
-        # As Transformer Engine's Adam, which Megatron takes where it is installed: one kernel.
+        # As Transformer Engine's norm, scaling and Adam, which Megatron takes where they are installed: few kernels,
+        # and no tensor is waited for by itself.
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             for group in part.optimizer.param_groups:
                 group |= {"fused": True, "foreach": False}
@@ -123,6 +130,14 @@ class Trainer:
             mean = torch.stack(losses).mean()
             dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
             self.loss = mean.item()
+
+
+def _norm(_chunk: int, _flag: Any, tensors: list[Any], _per_tensor: bool) -> tuple[torch.Tensor, None]:
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().view(1), None
+
+
+def _scale(_chunk: int, _flag: Any, tensors: list[Any], factor: float) -> None:
+    torch._foreach_mul_(tensors[1], factor)
 
 
 def _fill_tables(chunk: torch.nn.Module, config: dict[str, Any]) -> None:

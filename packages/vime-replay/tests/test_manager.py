@@ -41,13 +41,14 @@ class Layers:
         self.queues = [self.manager.register(None, layer=layer) for layer in spec.layer_ids]
         self.computed = []
 
-    def ask(self, number=0, ticket=None, rows=LAYOUT.local_rows, fill=77):
+    def ask(self, number=0, ticket=None, rows=LAYOUT.local_rows, fill=77, scores=None):
         def compute(wanted, width):
             self.computed.append(None if wanted is None else wanted.tolist())
             count = rows if wanted is None else len(wanted)
             return torch.full((count, width or 3), fill, dtype=torch.int32)
 
-        return self.manager.select(self.queues[number], compute, rows=rows, ticket=ticket, device=CPU)
+        queue = self.queues[number]
+        return self.manager.select(queue, compute, rows=rows, ticket=ticket, device=CPU, scores=scores)
 
 
 def test_only_rows_without_picks_are_computed(spec, rows):
@@ -226,13 +227,32 @@ def test_a_check_gets_a_sample_of_replayed_and_fresh_picks(spec, rows):
     layers.manager.fill([layers.manager.pack(rows, LAYOUT)])
     with layers.manager.stage("replay_forward"):
         picks = layers.ask(1)
-    ((layer, batch, sampled, replayed, fresh),) = seen
+    ((layer, batch, sampled, replayed, fresh, scores),) = seen
     assert (layer, batch, sampled.tolist()) == (3, layers.manager.microbatches[0], [2, 6, 10, 14])
     assert layers.computed == [[8, 9, 15, 2, 6, 10, 14]]
     assert replayed.tolist() == picks[[2, 6, 10, 14]].tolist()
     assert (fresh == 77).all()
+    assert scores is None
     with pytest.raises(ReplayConfigError, match="expected pad_policy 'recompute' with a check"):
         ReplayManager(spec, pad_policy="empty", check=print)
+
+
+def test_a_layer_that_tells_its_scores_is_asked_for_those_of_the_sampled_rows(spec, rows):
+    seen, asked = [], []
+    layers = Layers(spec, check=lambda *each: seen.append(each), check_rows=4)
+    layers.manager.fill([layers.manager.pack(rows, LAYOUT)])
+
+    def scores(sampled):
+        asked.append(sampled.tolist())
+        return torch.arange(100.0).expand(len(sampled), 100) / 10
+
+    with layers.manager.stage("replay_forward"):
+        layers.ask(1, scores=scores)
+    assert asked == [[2, 6, 10, 14]]
+    (*_, replayed, fresh, (of_fresh, of_replayed, log_mass)) = seen[0]
+    assert of_fresh.equal(fresh / 10)
+    assert of_replayed.equal(replayed.clamp_min(0) / 10)
+    assert log_mass.tolist() == pytest.approx([(torch.arange(100.0) / 10).logsumexp(0).item()] * 4)
 
 
 def test_tickets_are_values():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vime_replay.errors import ReplayWarning
-from vime_replay.metrics import PREFIX, ReplayMetrics, compare
+from vime_replay.metrics import PREFIX, PickScores, ReplayMetrics, compare
 from vime_replay.sinks import JsonLinesSink, ReplayMismatch, Thresholds, log_sink
 
 ROWS, K, KEYS = 40, 6, 30
@@ -42,10 +42,17 @@ def drawn():
     return fresh, replayed, scores
 
 
+def scores_of(picks_by, fresh, replayed, starts):
+    """What a layer tells about scores [rows, keys]; a pick of 0 is column `starts`."""
+    rows = np.arange(ROWS)[:, None]
+    shown = [picks_by[rows, np.maximum(picks, 0) + starts[:, None]] for picks in (fresh, replayed)]
+    return PickScores(*shown, np.log(np.exp(picks_by).sum(axis=1)))
+
+
 def test_numbers_equal_those_of_python_sets(drawn):
     fresh, replayed, scores = drawn
     starts = np.arange(ROWS) % 2
-    found = compare(fresh, replayed, scores, starts=starts)
+    found = compare(fresh, replayed, scores_of(scores, fresh, replayed, starts))
     for row in range(ROWS):
         a, b = (set(p[row][p[row] >= 0].tolist()) for p in (fresh, replayed))
         assert found.overlap[row] == pytest.approx(len(a & b) / len(b))
@@ -71,13 +78,14 @@ def collect(metrics, fresh, replayed, scores=None, available=KEYS, layer=2, lags
         positions=positions,
         lengths=np.full(ROWS, 3 * ROWS),
         lags=lags,
-        scores_SN=scores,
+        scores=scores,
     )
     return metrics
 
 
 def test_ranks_add_up_to_one(drawn):
     fresh, replayed, scores = drawn
+    scores = scores_of(scores, fresh, replayed, np.zeros(ROWS, int))
     whole = collect(ReplayMetrics([2, 4]), fresh, replayed, scores)
     collect(whole, replayed, replayed, layer=4, lags=2)
     one = collect(ReplayMetrics([2, 4]), fresh, replayed, scores)
@@ -87,7 +95,9 @@ def test_ranks_add_up_to_one(drawn):
     other.merge(collect(ReplayMetrics([2, 4]), fresh, replayed, scores))
     assert other.values(detail=True) == one.values(detail=True)
     values = whole.values(detail=True)
-    found = compare(fresh, replayed)
+    found = compare(fresh, replayed, scores)
+    assert values[f"{PREFIX}/score_mass_lost"] == pytest.approx(found.mass_lost.mean())
+    assert values[f"{PREFIX}/boundary_ties"] == pytest.approx(found.ties.sum() / found.differing.sum())
     assert values[f"{PREFIX}/layer_2/overlap_mean"] == pytest.approx(found.overlap.mean())
     assert values[f"{PREFIX}/layer_4/overlap_mean"] == 1.0
     assert values[f"{PREFIX}/lag_2/overlap_mean"] == 1.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vime_convert.checkpoint import Checkpoint
-from vime_convert.errors import CheckpointError, ConfigError
+from vime_convert.errors import ConfigError, ConvertError
 from vime_convert.hf2hf import config_for, stored_items, writable
 from vime_convert.reader import CheckpointReader
 from vime_convert.rules import RuleTable, TensorSpec
@@ -83,16 +83,15 @@ def truncate(source: str | Path, target: str | Path, num_layers: int, plugin: "M
     Draft layers are left out. Files are written in the dialect of the source.
 
     Raises:
-        CheckpointError: the source has fewer layers, or is damaged in the part that is read.
+        ConvertError: the source has fewer layers.
+        CheckpointError: it is damaged in the part that is read.
         OutputError: the target exists, or the disk is too small.
     """
     reader = CheckpointReader(source)
     config = reader.config()
     available = plugin.rules(config)
     if not 1 <= num_layers <= available.num_layers:
-        raise CheckpointError(
-            f"{source}: expected 1 to {available.num_layers} layers to keep, got {num_layers}"
-        )
+        raise ConvertError(f"{source}: expected 1 to {available.num_layers} layers to keep, got {num_layers}")
     shorter = config | {"num_hidden_layers": num_layers}
     shorter |= {field: config[field][:num_layers] for field in available.schedules if config.get(field)}
     checkpoint = Checkpoint(reader, plugin.rules(shorter), first_layers=True)

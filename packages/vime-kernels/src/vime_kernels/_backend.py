@@ -3,15 +3,15 @@
 
 Order of precedence: the `backend=` argument of the call, then `set_backend` or `use_backend`, then the environment
 variable `VIME_KERNELS_BACKEND_<OP>`, then `VIME_KERNELS_BACKEND`, then "auto". "auto" takes Triton when the tensors are
-on a CUDA device of capability 9.0 or later and the kernel supports the call, else torch; a name given explicitly is
-used or refused, never replaced.
+on the current CUDA device, its capability is 9.0 or later and the kernel supports the call, else torch; a name given
+explicitly is used or refused, never replaced.
 """
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -42,6 +42,7 @@ IMPLEMENTED: dict[str, tuple[str, ...]] = {
     "mhc_head": ("triton", "torch"),
     "rotate": ("triton", "torch"),
     "swiglu": ("triton", "torch"),
+    "gather_sum": ("triton", "torch"),
 }
 
 # Looked for, not imported. A constant, because torch.compile traces what decides.
@@ -119,16 +120,18 @@ def resolve(
         raise BackendError(
             f"vime_kernels.{op}: backend 'triton' was requested by {source}, but {reason}; use 'torch' or 'auto'"
         )
-    if (op, reason) not in _warned:
-        _warned.add((op, reason))
-        warnings.warn(
-            f"vime_kernels.{op}: runs on the torch backend, because for Triton {reason}", stacklevel=3
-        )
+    _warn_once(op, reason)
     return "torch"
 
 
 def explain(op: str | None = None) -> str:
-    """One line per operation: what would run now and who decided it. For logs and bug reports."""
+    """One line per operation: what would run now and who decided it. For logs and bug reports.
+
+    Raises:
+        BackendError: `op` is not an operation of this package.
+    """
+    if op is not None and op not in IMPLEMENTED:
+        raise BackendError(f"vime_kernels.explain: expected one of {', '.join(IMPLEMENTED)}, got {op!r}")
     lines = []
     for each in IMPLEMENTED if op is None else (op,):
         name, source = _requested(each, None)
@@ -143,6 +146,21 @@ def explain(op: str | None = None) -> str:
     return "\n".join(lines)
 
 
+def without_autocast[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """`function` in the dtypes that it is given.
+
+    Autocast would round the products of the torch backend to 16 bits. It does not reach into the kernels, and what a
+    call computes must not depend on the backend.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -152,6 +170,18 @@ def interpreting() -> bool:
 def has_gluon() -> bool:
     """Whether Triton's Gluon is a version that the kernels written in it were run with: it changes with every minor."""
     return _HAS_TRITON and version("triton").startswith("3.6.")
+
+
+def _warn_once(op: str, reason: str) -> None:
+    if (op, reason) not in _warned:
+        _warned.add((op, reason))
+        message = f"vime_kernels.{op}: runs on the torch backend, because for Triton {reason}"
+        warnings.warn(message, stacklevel=4)
+
+
+# torch.compile cannot trace a warning, so it is given at that time. This is what torch.compiler.assume_constant_result
+# does; calling that here would import Triton.
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _machine_reason(device: torch.device | None) -> str | None:
@@ -165,6 +195,10 @@ def _machine_reason(device: torch.device | None) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the device has capability {capability}, below {MIN_CAPABILITY}"
+    # Triton launches on the current device, whatever its tensors are on.
+    if device.index is not None and device.index != torch.cuda.current_device():
+        current = f"cuda:{torch.cuda.current_device()}"
+        return f"its tensors are on {device} and the current device is {current} (see torch.cuda.device)"
     return None
 
 

@@ -33,8 +33,8 @@ def sizes(op: str, /, **arguments: tuple[torch.Tensor | None, str]) -> dict[str,
 
     Args:
         op: name of the operation, for messages.
-        arguments: name = (tensor or None, shape), a shape being space-separated letters or numbers: "S H D", "3".
-            None stands for an optional argument that was not given.
+        arguments: name = (tensor, shape), a shape being space-separated letters or numbers: "S H D", "3". A "?" in
+            front of them makes the argument optional: None when it was not given.
 
     Raises:
         TypeError: something is not a tensor.
@@ -43,16 +43,13 @@ def sizes(op: str, /, **arguments: tuple[torch.Tensor | None, str]) -> dict[str,
     found: dict[str, tuple[int, str]] = {}
     home: tuple[torch.device, str] | None = None
     for name, (tensor, shape) in arguments.items():
-        if tensor is None:
+        optional, letters = shape.startswith("?"), shape.removeprefix("?").split()
+        if tensor is None and optional:
             continue
         if not isinstance(tensor, torch.Tensor):
-            fail(
-                op,
-                f"{name} to be a tensor [{', '.join(shape.split())}]",
-                type(tensor).__name__,
-                kind=TypeError,
-            )
-        letters = shape.split()
+            fail(op, f"{name} to be a tensor [{', '.join(letters)}]", type(tensor).__name__, kind=TypeError)
+        if tensor.layout != torch.strided:
+            fail(op, f"{name} to be dense (torch.strided)", tensor.layout, f"pass {name}.to_dense()")
         if tensor.ndim != len(letters):
             fail(op, f"{name} of shape [{', '.join(letters)}]", list(tensor.shape))
         home = home or (tensor.device, name)
@@ -64,6 +61,26 @@ def sizes(op: str, /, **arguments: tuple[torch.Tensor | None, str]) -> dict[str,
             if size != known:
                 fail(op, f"{where} == {f'{origin} ({known})' if origin else known}", size)
     return {letter: size for letter, (size, _) in found.items()}
+
+
+def pair(
+    op: str, name: str, value: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The two tensors of `value`, or None twice for None."""
+    if value is None:
+        return None, None
+    if not (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and all(isinstance(t, torch.Tensor) for t in value)
+    ):
+        kinds = (
+            [type(each).__name__ for each in value]
+            if isinstance(value, tuple | list)
+            else type(value).__name__
+        )
+        fail(op, f"{name} to be a pair of tensors", kinds, kind=TypeError)
+    return value
 
 
 def tensor(op: str, /, **arguments: torch.Tensor) -> None:
@@ -103,7 +120,9 @@ def int32(op: str, /, **tensors: torch.Tensor | None) -> None:
 def rows_contiguous(op: str, /, **tensors: torch.Tensor | None) -> None:
     """The last dimension has stride 1: the contract of every backend, so that none copies behind the scenes."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor is None or not tensor.ndim or not tensor.numel():
+            continue
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             fail(op, f"{name}.stride(-1) == 1", tensor.stride(-1), f"pass {name}.contiguous()")
 
 
@@ -138,22 +157,40 @@ def debugging() -> bool:
     return os.environ.get("VIME_KERNELS_DEBUG") == "1"
 
 
-def picks(op: str, rows: int, indices: torch.Tensor | None) -> None:
-    """Under VIME_KERNELS_DEBUG=1 no index names a row from `rows` on.
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are values to read: not while torch.compile traces, of a fake tensor or on the meta device."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return not torch.compiler.is_compiling() and plain and tensor.device.type != "meta"
 
-    Otherwise such an index means no row, as a negative one does; made by mistake it would go unnoticed.
+
+def picks(
+    op: str,
+    rows: int,
+    indices: torch.Tensor | None,
+    ranges: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Under VIME_KERNELS_DEBUG=1 no index names a row from `rows` on, or a row outside [starts, ends) of `ranges`.
+
+    Otherwise an index that is too large means no row, as a negative one does; made by mistake it would go unnoticed.
     """
-    if indices is None or not indices.numel() or not debugging():
+    if indices is None or not indices.numel() or not debugging() or not has_values(indices):
         return
-    largest, where = indices.flatten().max(0)
-    if largest >= rows:
-        row, slot = divmod(int(where), indices.shape[1])
-        expected = f"indices below {rows} (the rows of the keys), or -1 for none"
-        fail(op, expected, f"indices[{row}, {slot}] == {int(largest)}")
+    wrong, expected = indices >= rows, f"indices below {rows} (the rows of the keys), or -1 for none"
+    if ranges is not None and not wrong.any():
+        starts, ends = ranges
+        wrong = (indices >= 0) & ((indices < starts[:, None]) | (indices >= ends[:, None]))
+        expected = "indices inside the range of their row, or -1 for none"
+    if wrong.any():
+        row, slot = wrong.nonzero()[0].tolist()
+        fail(op, expected, f"indices[{row}, {slot}] == {int(indices[row, slot])}")
 
 
-def cu_seqlens(op: str, cu: torch.Tensor, rows: int | None = None) -> None:
+def cu_seqlens(
+    op: str, cu: torch.Tensor, rows: int | None = None, pools: tuple[int, int] | None = None
+) -> None:
     """`cu` is int32 [B + 1], starts at 0, never decreases and ends at `rows` or before.
+
+    With `pools`, (tokens per pool, rows for pools), its pools fit in those rows.
 
     Values are read on the CPU only, or everywhere under VIME_KERNELS_DEBUG=1; never while torch.compile traces.
     """
@@ -161,10 +198,15 @@ def cu_seqlens(op: str, cu: torch.Tensor, rows: int | None = None) -> None:
     int32(op, cu_seqlens=cu)
     if cu.numel() < 1:
         fail(op, "cu_seqlens of at least one element", 0)
-    if torch.compiler.is_compiling() or (cu.device.type != "cpu" and not debugging()):
+    if not has_values(cu) or (cu.device.type != "cpu" and not debugging()):
         return
     values = cu.tolist()
     if values[0] != 0 or any(a > b for a, b in pairwise(values)):
         fail(op, "cu_seqlens to start at 0 and never to decrease", values)
     if rows is not None and values[-1] > rows:
         fail(op, f"cu_seqlens[-1] <= {rows} (the packed rows)", values[-1])
+    if pools is not None:
+        ratio, room = pools
+        needed = sum((b - a) // ratio for a, b in pairwise(values))
+        if needed > room:
+            fail(op, f"at least {needed} pooled rows, one for every {ratio} tokens of a sequence", room)

@@ -111,3 +111,48 @@ def test_mixes_do_not_depend_on_the_batch():
     alone = mhc.mhc_mixes(X[131:132], fn, scale, base, eps=1e-6, iters=20, norm_eps=1e-6)
     for a, b in zip(alone, whole, strict=True):
         assert torch.equal(a[0], b[131])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "T, C", [(1500, 2064), (130, 7168), (3, 1024)], ids=["ends of tiles", "wide", "one tile"]
+)
+def test_head_in_one_pass(T, C):
+    """Programs that share a token, each with many tiles; streams that are a slice of something wider."""
+    torch.manual_seed(T)
+    wide = torch.randn(T, 5, C, device="cuda").bfloat16()
+    leaves = [
+        torch.randn(4, 4 * C, device="cuda") / C**0.5,
+        torch.ones(1, device="cuda"),
+        torch.randn(4, device="cuda"),
+    ]
+    assert config.one_pass(wide[:, 1:])
+
+    def head(backend, wide, *inputs):
+        return mhc.mhc_head(wide[:, 1:], *inputs, eps=1e-3, norm_eps=1e-5, backend=backend)
+
+    compare(head, [wide, *leaves], "cuda", torch.bfloat16, {torch.float32: 1e-5, torch.bfloat16: 4e-3})
+    whole, alone = head("triton", wide, *leaves), head("triton", wide[T // 2 : T // 2 + 1], *leaves)
+    assert torch.equal(whole[T // 2], alone[0])
+    assert torch.equal(whole, head("triton", wide, *leaves))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "T, n, C", [(300, 4, 416), (20000, 4, 64), (1, 2, 64)], ids=["pieces", "blocks in turn", "one row"]
+)
+def test_projection_for_hopper(monkeypatch, T, n, C):
+    """Its sums hold all bits of fn: 1e-6 is out of reach for two terms of bfloat16."""
+    from vime_kernels.ops.hyper_connection import triton_project
+
+    monkeypatch.setattr(config, "SPLIT_K", 512)
+    torch.manual_seed(T)
+    X = torch.randn(T, n * C, device="cuda").bfloat16()
+    fn = torch.randn((2 + n) * n, n * C, device="cuda")
+    assert config.hopper(X, len(fn))
+    m, inverse_rms = triton_project.mhc_project(X, fn, 1e-5, n)
+    scale = (X.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    reference = X.double() @ fn.double().T * scale
+    assert (m - reference).norm() <= 1e-6 * reference.norm()
+    assert (inverse_rms[:, None] - scale).norm() <= 1e-6 * scale.norm()
+    assert torch.equal(triton_project.mhc_project(X[T // 2 : T // 2 + 1], fn, 1e-5, n)[0][0], m[T // 2])

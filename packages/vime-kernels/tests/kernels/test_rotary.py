@@ -45,3 +45,22 @@ def test_channels_that_do_not_turn_keep_their_bits(device):
     out = rotate(x, angles.cos(), angles.sin(), backend="triton")
     assert out[..., :40].equal(x[..., :40])
     assert not out[..., 40:].equal(x[..., 40:])
+
+
+@pytest.mark.parametrize("H, D", [(4, 32), (3, 24), (64, 512)], ids=["narrow", "uneven", "wide"])
+def test_bits_of_a_head_do_not_depend_on_its_place(device, H, D):
+    """Row balance moves rows between ranks, and their bits must not change by it."""
+    T = 41 if device == "cuda" else 5
+    x, grad = (torch.randn(T, H, D, device=device) for _ in range(2))
+    angles = torch.randn(T, D // 4, device=device)
+    cos, sin = angles.cos(), angles.sin()
+
+    def of_rows(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x[first:].clone().requires_grad_()
+        out = rotate(leaf, cos[first:], sin[first:], norm_eps=1e-6, backend="triton")
+        return out, torch.autograd.grad(out, leaf, grad[first:])[0]
+
+    whole = of_rows(0)
+    for first in range(1, T):
+        for rows, part in zip(whole, of_rows(first), strict=True):
+            assert part.equal(rows[first:]), f"rows from {first} on"

@@ -200,3 +200,61 @@ def test_repeatable_rows_do_not_depend_on_their_neighbours():
         return sparse_attention(q[rows], kv, indices[rows], 0.2, deterministic=True, backend="triton")
 
     assert_bitwise(call(slice(None))[1:2], call(slice(1, 2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tail", [0, 64], ids=["512", "576"])
+def test_what_rows_without_keys_hold_reaches_no_neighbour(tail):
+    """Padding is whatever was in memory. Its gradient is 0, and that of the rows and keys around it as without it."""
+    torch.manual_seed(tail)
+    S, H, N, K = 45, 16, 120, 70
+    q, kv = (torch.randn(*n, 512 + tail).bfloat16().cuda() for n in ((S, H), (N,)))
+    grad, sink = torch.randn(S, H, 512).bfloat16().cuda(), torch.randn(H).cuda()
+    indices = torch.stack([torch.randperm(N)[:K] for _ in range(S)]).sort(1).values.int().cuda()
+    padding = [1, 6, 7, S - 1]
+    indices[padding] = -1
+    q[padding], grad[padding] = 0, 0
+
+    def call():
+        leaves = [t.clone().requires_grad_() for t in (q, kv, sink)]
+        out = sparse_attention(*leaves[:2], indices, 0.05, d_v=512, attn_sink=leaves[2], backend="triton")
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    clean = call()
+    q[padding], grad[padding] = float("nan"), float("nan")
+    for one, other in zip(call(), clean, strict=True):
+        assert torch.isfinite(one).all()
+        # Atomics come in any order.
+        assert rel_rms(one, other) < 1e-3
+    assert not clean[1][padding].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["picks", "ranges"])
+def test_lists_are_united_in_bounded_pieces(monkeypatch, kind):
+    from vime_kernels.ops.sparse_attention import gluon_few
+
+    torch.manual_seed(5)
+    S, H, M, K = 203, 16, 90, 70
+    q, kv, rows = (torch.randn(*n, 512).bfloat16().cuda() for n in ((S, H), (S,), (M,)))
+    indices = torch.rand(S, M, device="cuda").topk(K, 1).indices.sort(1).values.int()
+    ends = torch.arange(S, dtype=torch.int32, device="cuda") // 3
+    sizes = []
+
+    def counted(*args):
+        united = unite(*args)
+        sizes.append(4 * united.indices.numel())
+        return united
+
+    monkeypatch.setattr(gluon_few, "unite", counted)
+    monkeypatch.setattr(gluon_few, "WORDS_BYTES", 2**15)
+
+    def call(backend, q, kv, rows):
+        return sparse_attention_v4(
+            q, kv, rows, 0.05, None, indices=indices if kind == "picks" else None,
+            cmp_ranges=(torch.zeros_like(ends), ends) if kind == "ranges" else None, return_lse=True, backend=backend,
+        )  # fmt: skip
+
+    check(call, [q, kv, rows])
+    assert len(sizes) > 2
+    assert max(sizes) <= 2**15

@@ -56,11 +56,39 @@ def test_equals_the_reference(device, monkeypatch, N, k, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("N, k", [(16384, 512), (16385, 2048), (40001, 2048), (131072, 512), (131072, 4096)])
-def test_equals_the_reference_at_size(N, k, kind):
+@pytest.mark.parametrize("launches", ["one", "three"])
+@pytest.mark.parametrize(
+    "N, k",
+    [
+        (7, 12),
+        (4096, 512),
+        (4100, 700),
+        (16384, 512),
+        (16385, 2048),
+        (40001, 2048),
+        (131072, 512),
+        (131072, 4096),
+    ],
+)
+def test_equals_the_reference_at_size(monkeypatch, N, k, launches, kind):
+    if launches == "three":
+        monkeypatch.setattr(config, "hopper", lambda logits: False)
     x, starts, ends = awkward(16, N, kind, "cuda")
     expected = dsa.topk(x, k, starts, ends, backend="torch")
     assert torch.equal(dsa.topk(x, k, starts, ends), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["normal", "special", "crowded"])
+@pytest.mark.parametrize("N, k", [(4096, 512), (16384, 512), (16384, 1024), (14000, 2048), (40000, 512)])
+def test_many_rows(N, k, kind):
+    """Programs take several rows, a row has as few warps as it may; also where rows begin on odd addresses."""
+    x, starts, ends = awkward(64, N, kind, "cuda")
+    for first in (0, 1):
+        few = x[:, first:]
+        expected = dsa.topk(few, k, starts, ends, backend="torch")
+        picks = dsa.topk(x.repeat(70, 1)[:, first:], k, starts.repeat(70), ends.repeat(70))
+        assert torch.equal(picks, expected.repeat(70, 1))
 
 
 def test_torch_rule_orders_by_score(device):

@@ -97,9 +97,9 @@ def test_three_callers_get_the_same_layers():
     assert by_vime.layer_norm is StreamHead
 
 
-def test_config_asks_for_token_ids_only_with_hash_layers():
+def test_config_asks_for_a_packing_object_with_ids():
     assert transformer_config(FLASH, dtype=torch.float32).vime_needs_token_ids
-    assert not transformer_config(PLAIN_ROPE, dtype=torch.float32).vime_needs_token_ids
+    assert transformer_config(PLAIN_ROPE, dtype=torch.float32).vime_needs_token_ids
 
 
 def test_a_spec_function_without_config_names_what_it_expects():

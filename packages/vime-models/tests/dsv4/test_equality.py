@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vime_models.dsv4 import attention, compressor, hyper_connection, indexer, layer, moe, rope, thd
+from vime_models.dsv4 import attention, hyper_connection, indexer, layer, moe, rope, thd
 from vime_models.dsv4.tiny import TINY_CASES
 
 NAMES = [case.name for case in TINY_CASES]
@@ -55,6 +55,7 @@ def _half_open(ratio: int):
 
 
 ORIGINAL_VISIBLE = thd.TokenLayout.visible
+ORIGINAL_ENTRY_POSITIONS = thd.TokenLayout.entry_positions
 ORIGINAL_CONNECT = hyper_connection.mhc_mixes
 ORIGINAL_POST = hyper_connection.mhc_post
 
@@ -76,9 +77,9 @@ MISTAKES = {
     "entry visible one token late in CSA": (thd.TokenLayout, "visible", _half_open(4)),
     "entry visible one token late in HCA": (thd.TokenLayout, "visible", _half_open(128)),
     "entries at the end of their group": (
-        compressor,
-        "local_positions",
-        lambda cu, n: thd.local_positions(cu, n) + 1,
+        thd.TokenLayout,
+        "entry_positions",
+        lambda self, entries, ratio: ORIGINAL_ENTRY_POSITIONS(self, entries, ratio) + ratio,
     ),
     "query heads not normalised": (
         attention,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts that would hang, or fail late and far from the cause, are refused when the config is made."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 
 from vime_models.dsv4 import validation
 from vime_models.dsv4.config import DSv4OptionError, transformer_config
+from vime_models.dsv4.context_parallel import ContextParallel
 from vime_models.dsv4.tiny import TINY_CASES
+from vime_models.host.microbatch import VimePackedSeqParams
+from vime_replay.layout import PackLayout
 
 FLASH = TINY_CASES[0].config
 
@@ -44,6 +48,17 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 )
 def test_accepted(options: dict[str, Any]) -> None:
     assert transformer_config(FLASH, dtype=torch.float32, **options).num_layers == 5
+
+
+def test_the_layout_of_another_microbatch_is_named() -> None:
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    given = PackLayout((1024,), cp_size=2, mode="zigzag", query_order="contiguous")
+    packed = VimePackedSeqParams(qkv_format="thd", layout=given)
+    attention_side = ContextParallel(group, "zigzag", balanced=False, window=128)
+    with pytest.raises(
+        ValueError, match=r"expected a PackLayout of 512 rows \(256 on each of 2 ranks\), got 1024"
+    ):
+        attention_side.layout(torch.zeros(256, 1, 8), packed)
 
 
 def test_two_interleaved_stages_need_separate_messages(monkeypatch: pytest.MonkeyPatch) -> None:

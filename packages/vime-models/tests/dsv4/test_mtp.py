@@ -156,3 +156,44 @@ def test_drafts_of_packed_sequences_are_those_of_each_alone(checkpoint: Path) ->
             # The last row of a sequence has no next token.
             if end - start > 1:
                 assert relative(packed[:, start : end - 1], seen[0][:, :-1]) < 1e-12
+
+
+def test_drafts_and_their_loss_do_not_see_padding(checkpoint: Path) -> None:
+    lengths, padded = (7, 120, 1, 12), (8, 128, 3, 12)
+    edges, rows = (torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in (lengths, padded))
+    ids = IDS[:, : sum(padded)]
+    real = torch.cat([torch.arange(n) + first for n, first in zip(lengths, rows.tolist(), strict=False)])
+    grads = []
+    for columns, packing in (
+        (real, PackedSeqParams(qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges)),
+        (
+            torch.arange(sum(padded)),
+            PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=edges,
+                cu_seqlens_kv=edges,
+                cu_seqlens_q_padded=rows,
+                cu_seqlens_kv_padded=rows,
+            ),
+        ),
+    ):
+        mask = torch.isin(columns, real).double()[None]
+        model, seen = built(checkpoint)
+        with running_in(F64):
+            losses = model(
+                ids[:, columns],
+                None,
+                None,
+                labels=(ids[:, columns] + 1) % CONFIG["vocab_size"],
+                loss_mask=mask,
+                packed_seq_params=packing,
+            )
+            (losses * mask).sum().backward()
+        found = dict(export_tensors([model], TABLE, value=lambda p: p.grad))
+        grads.append((seen[0][:, mask[0] > 0], found))
+    (draft, alone), (padded_draft, together) = grads
+    # The last row of each sequence has no next token and no loss.
+    assert relative(padded_draft, draft) < 1e-12
+    floor = 1e-8 * torch.stack([grad.norm() for grad in alone.values()]).norm().item()
+    for name, grad in alone.items():
+        assert relative(together[name], grad, floor) < 1e-11, name

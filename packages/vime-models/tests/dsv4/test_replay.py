@@ -9,13 +9,17 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from vime_convert.dsv4.hf_config import read_config
+from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.config import DSv4OptionError, DSv4Options
 from vime_models.dsv4.plugin import PLUGIN
 from vime_models.dsv4.replay import attach_replay, query_order, replay_spec
 from vime_models.dsv4.tiny import TINY_CASES
 from vime_models.host.microbatch import attach_token_ids
 from vime_models.host.replay import attach_router_replay
+from vime_replay.checking import PickCheck
+from vime_replay.layout import PackLayout
 from vime_replay.manager import ReplayManager
+from vime_replay.metrics import COLUMNS
 from vime_replay.routing import RoutingReplayManager, routing_spec
 from vime_replay.schedule import ReplayTicket
 from vime_replay.spec import indexer_spec
@@ -65,6 +69,50 @@ def test_a_spec_of_another_model_is_refused(build: Any) -> None:
     spec = replace(replay_spec(model.config.vime_dsv4), topk=99)
     with pytest.raises(DSv4OptionError, match="replay of 99 picks of ratio-4 keys, expected 5 picks"):
         attach_replay(model, ReplayManager(spec))
+
+
+def test_a_check_learns_how_much_score_the_replayed_picks_miss(build: Any) -> None:
+    """By the scores of now, after the indexer has moved since the picks were recorded."""
+    model = build("flash", "float64")
+    spec = replay_spec(model.config.vime_dsv4)
+    check = PickCheck.of(spec)
+    manager = ReplayManager(spec, check=check, check_rows=10**6)
+    attach_replay(model, manager)
+    ids = torch.randint(160, (1, 120), generator=torch.Generator().manual_seed(0))
+    indexer = model.decoder.layers[2].self_attention.indexer
+    shown: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def topk(scores: torch.Tensor, k: int, *args: Any, **keywords: Any) -> torch.Tensor:
+        picks = native(scores, k, *args, **keywords)
+        shown.append((scores.clone(), picks))
+        return picks
+
+    native, indexer.topk_fn = indexer.topk_fn, topk
+    with running_in(PRECISIONS["float64"]), torch.no_grad():
+        with manager.stage("record"):
+            PLUGIN.forward([model], ids)
+        recorded = shown[-1][1]
+        for batch in manager.microbatches:
+            batch.layout = PackLayout((120,))
+        indexer.linear_weights_proj.weight.neg_()
+        PLUGIN.forward([model], ids)
+        now, fresh = shown[-1]
+        with manager.stage("replay_forward"):
+            PLUGIN.forward([model], ids)
+    found = check.flush()
+    first = dict(zip(COLUMNS, found.table[spec.layer_ids.index(2)].sum((0, 1)), strict=True))
+    lost = ties = 0.0
+    for row in range(119):
+        a, b = (set(picks[row].tolist()) - {-1} for picks in (fresh, recorded))
+        if (row + 1) // 4 > spec.topk:
+            shares = now[row, : (row + 1) // 4].softmax(-1)
+            lost += sum(shares[pick].item() for pick in a - b)
+            smallest = min(now[row, pick].item() for pick in a)
+            ties += sum(now[row, pick].item() == smallest for pick in a ^ b)
+    assert first["scored"] == first["rows"] > 50
+    assert first["mass_lost"] == pytest.approx(lost, rel=1e-5)
+    assert lost > 1
+    assert first["ties"] == ties
 
 
 def test_a_ticket_survives_the_token_ids() -> None:

@@ -6,7 +6,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from vime_kernels.dsa import gated_pool
-from vime_models.dsv4.thd import TokenLayout, local_positions, token_layout
+from vime_models.dsv4.rope import RotaryTable
+from vime_models.dsv4.thd import TokenLayout, position_in_sequence, token_layout
 from vime_replay.layout import PackLayout
 
 LENGTHS = [1, 3, 127, 128, 129, 4, 133]
@@ -41,6 +42,22 @@ def test_packed_equals_one_by_one(twin, name):
         start += length
 
 
+def test_layers_share_what_they_derive_from_lengths(twin, monkeypatch):
+    pair, made = twin("flash", "float64"), []
+    original = RotaryTable.cos_sin
+
+    def counted(self, positions, dtype):
+        made.append(self)
+        return original(self, positions, dtype)
+
+    monkeypatch.setattr(RotaryTable, "cos_sin", counted)
+    for _ in range(2):
+        pair.logits()
+        # Two tables for tokens, and one of them for the entries of each ratio; five layers use them.
+        assert len(made) == 4
+        made.clear()
+
+
 def test_padding_inside_the_pack_changes_no_real_token(twin):
     pair = twin("large-eps", "float64")
     real, padded = [5, 130, 9], [8, 136, 16]
@@ -60,7 +77,8 @@ def test_padding_inside_the_pack_changes_no_real_token(twin):
 
 def test_positions_restart_and_empty_sequences_are_skipped():
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    assert local_positions(cu_seqlens, 7).tolist() == [0, 1, 0, 1, 2, 0, 1]
+    rows = torch.arange(7, dtype=torch.int32)
+    assert position_in_sequence(cu_seqlens, rows).tolist() == [0, 1, 0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize(

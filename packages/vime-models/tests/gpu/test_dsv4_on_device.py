@@ -47,21 +47,23 @@ def test_the_fused_norm_rounds_once() -> None:
     assert (results[0][0] == results[1][0].bfloat16()).float().mean() > 0.99
 
 
-def test_projections_of_the_compressor_keep_float32_results() -> None:
-    from vime_models.dsv4.compressor import _wide_linear
+@pytest.mark.parametrize("wide_gradient", [False, True], ids=["compressor", "router"])
+def test_wide_results_and_gradients(wide_gradient: bool) -> None:
+    from vime_models.host.linear import wide_linear
 
     torch.manual_seed(0)
-    x, weight, grad = (
-        torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-        for shape in ((300, 4096), (512, 4096), (300, 512))
-    )
+    x, weight = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (300, 64))
+    grad = torch.randn(300, 64, device="cuda")
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         a, w = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
-        out = _wide_linear(a, w)
+        out = wide_linear(a, w, wide_gradient=wide_gradient)
         out.backward(grad.to(out.dtype))
         results.append((out, a.grad, w.grad))
     (out, *grads), (exact, *exact_grads) = results
     assert out.dtype is torch.float32
     assert relative(out, exact) < 1e-5, "bfloat16 would be at 2e-3"
     assert max(relative(g, e) for g, e in zip(grads, exact_grads, strict=True)) < 4e-3
+    # A gradient that is rounded on its way moves half of the results to a neighbouring number.
+    same = [(g == e.bfloat16()).float().mean().item() for g, e in zip(grads, exact_grads, strict=True)]
+    assert all(share > 0.98 for share in same) is wide_gradient, same

@@ -26,7 +26,20 @@ def test_packing_fields_are_kept_and_the_original_is_not_changed() -> None:
     assert torch.equal(packed.seq_idx, original.seq_idx)
 
 
+def test_what_a_trainer_put_on_megatrons_object_is_kept() -> None:
+    original = PackedSeqParams(qkv_format="thd")
+    original.layout, original.replay_ticket = "layout", "ticket"
+    packed = attach_token_ids(original, IDS)
+    assert (packed.layout, packed.replay_ticket) == ("layout", "ticket")
+
+
 def test_ids_that_the_trainer_attached_win() -> None:
     packed = attach_token_ids(None, IDS)
-    assert attach_token_ids(packed, IDS + 1) is packed
+    assert attach_token_ids(packed, IDS + 1).token_ids is IDS
     assert attach_token_ids(VimePackedSeqParams(qkv_format="thd"), IDS).token_ids is IDS
+
+
+def test_what_layers_put_aside_ends_with_a_pass() -> None:
+    packed = attach_token_ids(None, IDS)
+    packed.token_layout = "of this pass"
+    assert attach_token_ids(packed, IDS).token_layout is None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vime-convert verify --hf DIR`: a stored checkpoint, block-scaled and in another dialect, cut to its first layers."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,6 @@ def test_a_difference_exits_1_and_names_the_layer(
     "words, message",
     [
         (("--hf", "{stored}", "--num-layers", "9"), "expected 1 to 4 layers"),
-        (("--hf", "/nowhere"), "config.json: expected this file"),
         (("--tiny", "--case", "none"), "no case named none; known: flash"),
         (("--tiny", "--checks", "all"), "expected a comma-separated subset of logits, grad, roundtrip"),
         (("--tiny", "--dtype", "int8"), "expected a comma-separated subset of float64, float32"),
@@ -87,7 +88,6 @@ def test_a_difference_exits_1_and_names_the_layer(
     ],
     ids=[
         "too-many-layers",
-        "no-directory",
         "case",
         "checks",
         "dtype",
@@ -101,6 +101,20 @@ def test_what_cannot_run_exits_2(
 ) -> None:
     assert verify(*(word.format(stored=stored) for word in words)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["cut-off", "no-directory"])
+def test_a_damaged_checkpoint_exits_1_as_with_every_verb(
+    stored: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture
+) -> None:
+    broken = tmp_path / "broken"
+    if damage == "cut-off":
+        shutil.copytree(stored, broken)
+        for file in broken.glob("*.safetensors"):
+            os.truncate(file, file.stat().st_size // 2)
+    assert verify("--hf", str(broken), "--num-layers", "1") == 1
+    assert str(broken) in capsys.readouterr().err
+    assert main(["inspect", str(broken)]) == 1
 
 
 def test_unknown_model_type_names_what_is_installed(capsys: pytest.CaptureFixture) -> None:

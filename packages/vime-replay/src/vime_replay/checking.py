@@ -6,13 +6,17 @@ mean is in `metrics`, where they go in `sinks`.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vime_replay.memory import Microbatch
-from vime_replay.metrics import ReplayMetrics
+from vime_replay.metrics import PickScores, ReplayMetrics
 from vime_replay.spec import ReplaySpec
+
+if TYPE_CHECKING:
+    from vime_replay.selection import Scores
 
 
 @dataclass
@@ -26,7 +30,9 @@ class PickCheck:
 
     spec: ReplaySpec
     metrics: ReplayMetrics
-    _pending: list[tuple[int, Microbatch, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    _pending: list[tuple[int, Microbatch, tuple[torch.Tensor, ...], "Scores | None"]] = field(
+        default_factory=list
+    )
 
     @classmethod
     def of(cls, spec: ReplaySpec) -> "PickCheck":
@@ -40,13 +46,14 @@ class PickCheck:
         rows: torch.Tensor,
         replayed: torch.Tensor,
         fresh: torch.Tensor,
+        scores: "Scores | None" = None,
     ) -> None:
         """See `selection.Check`."""
-        self._pending.append((layer, batch, (rows, replayed, fresh)))
+        self._pending.append((layer, batch, (rows, replayed, fresh), scores))
 
     def flush(self) -> ReplayMetrics:
         """Reads what layers handed over; the metrics with all of it."""
-        for layer, batch, tensors in self._pending:
+        for layer, batch, tensors, scores in self._pending:
             rows, replayed, fresh = (tensor.cpu().numpy() for tensor in tensors)
             if batch.layout is None:
                 continue
@@ -61,6 +68,7 @@ class PickCheck:
                 available=np.where(recorded, self.spec.available(position), 0),
                 positions=position,
                 lengths=lengths,
+                scores=None if scores is None else PickScores(*(each.cpu().numpy() for each in scores)),
             )
         self._pending.clear()
         return self.metrics

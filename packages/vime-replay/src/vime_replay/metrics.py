@@ -43,12 +43,29 @@ class Comparison:
     ties: Floats
 
 
+@dataclass(frozen=True, eq=False)
+class PickScores:
+    """What fresh picks were chosen by.
+
+    Attributes:
+        fresh_SK, replayed_SK: score of each pick; anything where there is none.
+        log_mass: [S], log Σ exp(score) over all keys that a row may pick.
+    """
+
+    fresh_SK: Floats
+    replayed_SK: Floats
+    log_mass: Floats
+
+    def of(self, rows: Ints) -> "PickScores":
+        """Of some rows."""
+        return PickScores(self.fresh_SK[rows], self.replayed_SK[rows], self.log_mass[rows])
+
+
 def compare(
     fresh_SK: Picks,
     replayed_SK: Picks,
-    scores_SN: Floats | None = None,
+    scores: PickScores | None = None,
     *,
-    starts: npt.ArrayLike = 0,
     min_overlap: float = MIN_OVERLAP,
 ) -> Comparison:
     """Fresh picks A against replayed picks B, row by row, as sets.
@@ -59,30 +76,24 @@ def compare(
     Args:
         fresh_SK: int32 [S, K], -1 for unused slots.
         replayed_SK: int32 [S, K'], rows with at least one pick.
-        scores_SN: what A was picked from, [S, N]; -inf where a row may not pick.
-        starts: column of `scores_SN` that a pick of 0 means, [S] or one number.
+        scores: of both, by the model that picked A; None leaves out what is made of them.
         min_overlap: share of B that must be found again.
     """
-    fresh, replayed = _sorted_sets(fresh_SK), _sorted_sets(replayed_SK)
+    order_a, order_b = (np.argsort(picks.view(np.uint32), axis=1) for picks in (fresh_SK, replayed_SK))
+    fresh = np.take_along_axis(fresh_SK, order_a, axis=1)
+    replayed = np.take_along_axis(replayed_SK, order_b, axis=1)
     both = _members(fresh, replayed)
     count_a, count_b = (fresh >= 0).sum(axis=1), (replayed >= 0).sum(axis=1)
     common = both.sum(axis=1)
     scored = np.zeros(len(fresh))
     lost = ties = scored
-    if scores_SN is not None:
+    if scores is not None:
         scored = np.ones(len(fresh))
-        rows = np.arange(len(fresh))[:, None]
-        offset = np.broadcast_to(np.asarray(starts), len(fresh))[:, None]
-        scores = np.asarray(scores_SN, np.float64)
-
-        def score(picks: Picks) -> Floats:
-            return np.where(picks < 0, -np.inf, scores[rows, np.maximum(picks, 0) + offset])
-
-        of_a, of_b = score(fresh), score(replayed)
-        largest = scores.max(axis=1, keepdims=True)
-        mass = np.exp(scores - largest).sum(axis=1)
+        of_a = np.take_along_axis(scores.fresh_SK, order_a, axis=1)
+        of_b = np.take_along_axis(scores.replayed_SK, order_b, axis=1)
         only_a, only_b = (fresh >= 0) & ~both, (replayed >= 0) & ~_members(replayed, fresh)
-        lost = (np.exp(of_a - largest) * only_a).sum(axis=1) / mass
+        shares = np.exp(np.where(only_a, of_a, -np.inf) - scores.log_mass[:, None], dtype=np.float64)
+        lost = shares.sum(axis=1)
         last = np.where(fresh >= 0, of_a, np.inf).min(axis=1, keepdims=True)
         ties = ((of_a == last) & only_a).sum(axis=1) + ((of_b == last) & only_b).sum(axis=1)
     return Comparison(
@@ -136,14 +147,13 @@ class ReplayMetrics:
         positions: Ints,
         lengths: Ints,
         lags: npt.ArrayLike = 0,
-        scores_SN: Floats | None = None,
-        starts: npt.ArrayLike = 0,
+        scores: PickScores | None = None,
     ) -> None:
         """Adds compared rows of one layer; rows that select all, or replay nothing, are counted and left out.
 
         Args:
             layer: number over the whole model.
-            fresh_SK, replayed_SK, scores_SN, starts: as for `compare`.
+            fresh_SK, replayed_SK, scores: as for `compare`.
             available: [S], keys that each row may see.
             positions: [S], position of each row in its sample.
             lengths: [S], tokens of its sample.
@@ -159,13 +169,7 @@ class ReplayMetrics:
         if not telling.any():
             return
         pick = np.flatnonzero(telling)
-        offset = np.broadcast_to(np.asarray(starts), len(telling))[pick]
-        found = compare(
-            fresh_SK[pick],
-            replayed_SK[pick],
-            None if scores_SN is None else np.asarray(scores_SN)[pick],
-            starts=offset,
-        )
+        found = compare(fresh_SK[pick], replayed_SK[pick], None if scores is None else scores.of(pick))
         decile = np.minimum(positions[pick] * DECILES // np.maximum(lengths[pick], 1), DECILES - 1)
         lag = np.clip(np.broadcast_to(np.asarray(lags), len(telling))[pick], 0, MAX_LAG)
         columns = [np.ones(len(pick)), *(getattr(found, name) for name in COLUMNS[1:])]
@@ -229,10 +233,6 @@ def _means(sums: Floats) -> dict[str, float]:
         means["score_mass_lost"] = total["mass_lost"] / total["scored"]
         means["boundary_ties"] = total["ties"] / total["differing"] if total["differing"] else 0.0
     return means
-
-
-def _sorted_sets(picks: Picks) -> Picks:
-    return np.sort(picks.view(np.uint32), axis=1).view(np.int32)
 
 
 def _members(of: Picks, among: Picks) -> npt.NDArray[np.bool_]:

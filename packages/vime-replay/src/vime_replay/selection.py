@@ -34,6 +34,10 @@ class Compute(Protocol):
         """
 
 
+# Score of each fresh and of each replayed pick [n, K], and the log of all keys' mass [n], as in `metrics.PickScores`.
+Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Check(Protocol):
     """Compares replayed picks with fresh ones; `checking.PickCheck` is one."""
 
@@ -44,6 +48,7 @@ class Check(Protocol):
         rows: torch.Tensor,
         replayed: torch.Tensor,
         fresh: torch.Tensor,
+        scores: Scores | None,
     ) -> None:
         """Is given some rows of a layer, once in each forward.
 
@@ -53,6 +58,7 @@ class Check(Protocol):
             rows: int64 [n], rows of the microbatch.
             replayed: int32 [n, K], -1 for none; not filled in where nothing was recorded.
             fresh: int32 [n, K], picks by the scores of now.
+            scores: these scores, of a layer that tells them.
         """
 
 
@@ -106,6 +112,7 @@ class Selection:
         rows: int,
         ticket: ReplayTicket | None,
         device: torch.device,
+        scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """int32 [rows, K] picks of a layer, by the current stage; -1 for none. Not to be changed in place.
 
@@ -115,6 +122,8 @@ class Selection:
             rows: query rows that the layer has.
             ticket: of the microbatch, or None for the next one.
             device: where the picks are used.
+            scores: what `compute` chooses by: floating [n, N] of the given rows, -inf where a row may not pick. Asked
+                for right after it, for the few rows that a check compares; None leaves scores out of the check.
 
         Raises:
             ReplayQueueError: no rows for this microbatch, or a different number of them.
@@ -137,7 +146,9 @@ class Selection:
         checked = redo[:0] if check is None else self._sampled(rows, device)
         fresh = compute(torch.cat([redo, checked]), picks.shape[1])
         if check is not None:
-            check(queue.layer, slot.batch, checked, picks[checked], fresh[len(redo) :])
+            recorded, found = picks[checked], fresh[len(redo) :]
+            known = None if scores is None else _scores_of(scores(checked), found, recorded)
+            check(queue.layer, slot.batch, checked, recorded, found, known)
         # The host's rows are returned as they are on a CPU, and stay for the next pass.
         return picks.index_copy(0, redo, fresh[: len(redo)]) if len(redo) else picks
 
@@ -206,3 +217,8 @@ class Selection:
         self.tickets.clear()
         for transfer in self._transfers.values():
             transfer.clear()
+
+
+def _scores_of(scores_nN: torch.Tensor, *picks: torch.Tensor) -> Scores:
+    fresh, replayed = (scores_nN.gather(1, each.clamp_min(0).long()) for each in picks)
+    return fresh, replayed, scores_nN.logsumexp(1)

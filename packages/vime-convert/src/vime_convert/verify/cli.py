@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vime_convert.errors import ConvertError
+from vime_convert.errors import CheckpointError, ConvertError
 from vime_convert.plugin import ModelPlugin, PluginError, TinyCase, load_plugin
 
 PASS, MISMATCH, ENVIRONMENT = 0, 1, 2
@@ -80,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         return ENVIRONMENT
     try:
         return _verify(plugin, arguments)
+    except CheckpointError:
+        # The directory is not the model that its config describes, which is a finding: as for every other verb.
+        raise
     except (ConvertError, ImportError) as error:
         sys.stderr.write(f"vime-convert verify: {error}\n")
         return ENVIRONMENT

@@ -50,7 +50,32 @@ class GroupedLinear(ColumnParallelLinear):
     def forward(self, x_TGI: torch.Tensor) -> torch.Tensor:
         """[T, G/tp, in] to [T, G/tp, out/G]; the input is this rank's groups already."""
         weight_GRI = self.weight.view(x_TGI.shape[1], -1, self.weight.shape[1])
-        return torch.einsum("tgi,gri->tgr", x_TGI, weight_GRI)
+        return cast(torch.Tensor, _GroupedProduct.apply(x_TGI, weight_GRI))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """einsum("tgi,gri->tgr"), which would copy its output and the gradient of x: both are the widest of a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TGI: torch.Tensor, weight_GRI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TGI, weight_GRI)
+        return _by_group(x_TGI, weight_GRI.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TGR: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x_TGI, weight_GRI = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return (
+            _by_group(grad_TGR, weight_GRI) if needs_x else None,
+            torch.bmm(grad_TGR.permute(1, 2, 0), x_TGI.transpose(0, 1)) if needs_weight else None,
+        )
+
+
+def _by_group(x_TGI: torch.Tensor, matrices_GIO: torch.Tensor) -> torch.Tensor:
+    """[T, G, out], written where it belongs."""
+    out_TGO = x_TGI.new_empty(*x_TGI.shape[:2], matrices_GIO.shape[2])
+    torch.bmm(x_TGI.transpose(0, 1), matrices_GIO, out=out_TGO.transpose(0, 1))
+    return out_TGO
 
 
 class DSv4Attention(MegatronModule):
@@ -156,13 +181,13 @@ class DSv4Attention(MegatronModule):
     def _attend(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """[T, h] to [T, h]."""
         order, backend = self.cp.queries(layout), self.options.backend
-        cos, sin = self.rope.cos_sin(order.positions, x.dtype)
+        cos, sin = order.rotation(self.rope, x.dtype)
         q_lora = self.q_norm(self.wq_a(x)[0])
         # Balanced rows change ranks where they are narrow: here, and as outputs.
         q_SHD = self.wq_b(self.cp.balance(q_lora, layout))[0].view(-1, self.heads, self.head_dim)
         q_SHD = rotate(q_SHD, cos, sin, norm_eps=self.config.layernorm_epsilon, backend=backend)
         key_x = self.cp.with_halo(x, layout)
-        key_rotation = self.rope.cos_sin(layout.key_positions, x.dtype) if layout.halo else (cos, sin)
+        key_rotation = layout.key_rotation(self.rope, x.dtype)
         kv_ND = rotate(self.kv_norm(self.wkv(key_x)[0]), *key_rotation, backend=backend)
         kv_ND = self._shared(quantise_latent(kv_ND, self.options))
         entries, chosen = self._compressed(key_x, q_lora, layout)

@@ -6,8 +6,6 @@ channels and the second half of its own, so it covers 8 tokens at stride 4. Toke
 no entry. Sources: DeepSeek-V4 technical report, eqs. 9-12 (CSA) and 20-23 (HCA).
 """
 
-from typing import Any, cast
-
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,8 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from vime_kernels.dsa import gated_pool
 from vime_models.dsv4.hyper_connection import fp32_parameter
 from vime_models.dsv4.rope import RotaryTable, rotate
-from vime_models.dsv4.thd import TokenLayout, local_positions
+from vime_models.dsv4.thd import TokenLayout
 from vime_models.host.backend import Backend
+from vime_models.host.linear import wide_linear
 
 
 class Compressor(MegatronModule):
@@ -52,12 +51,13 @@ class Compressor(MegatronModule):
         """
         cu_seqlens = layout.cu_seqlens
         if layout.halo:
-            reach, cu_seqlens, first = layout.pools(self.ratio, overlap=self.overlap)
+            reach, cu_seqlens, owned, missing = layout.owned_pools(self.ratio, overlap=self.overlap)
             slices = hidden.view(len(layout.starts), layout.halo + layout.length, -1)
             hidden = slices[:, layout.halo - reach :].flatten(0, 1)
-        pooled, cu_entries = gated_pool(
-            _wide_linear(hidden, self.wkv.weight),
-            _wide_linear(hidden, self.wgate.weight),
+        # The pooled entries feed a discrete selection, so the projections are not rounded to bfloat16 first.
+        pooled, _ = gated_pool(
+            wide_linear(hidden, self.wkv.weight),
+            wide_linear(hidden, self.wgate.weight),
             self.ape,
             cu_seqlens,
             self.ratio,
@@ -65,41 +65,7 @@ class Compressor(MegatronModule):
             backend=self.config.vime_dsv4.backend,
         )
         if layout.halo:
-            numbers, count = layout.owned_entries(self.ratio)
-            slots = torch.arange(numbers.shape[1], device=pooled.device)
-            exists = slots < count
-            pooled = pooled.index_select(0, torch.where(exists, first + slots, 0).flatten())
-            pooled = pooled.masked_fill(~exists.view(-1, 1), 0.0)
-            positions = layout.entry_positions(numbers.flatten(), self.ratio)
-        else:
-            # An entry stands at the first token of its group.
-            positions = local_positions(cu_entries, pooled.shape[0]) * self.ratio
+            pooled = pooled.index_select(0, owned).masked_fill(missing, 0.0)
         entries = self.norm(pooled.to(hidden.dtype))
-        backend = self.config.vime_dsv4.backend
-        return rotate(entries, *table.cos_sin(positions, hidden.dtype), backend=backend)
-
-
-class _WideLinear(torch.autograd.Function):
-    """x · wᵀ with operands as stored and the result in float32, on tensor cores and without wide copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
-        # Rounded as every other gradient that enters a product with a bfloat16 weight.
-        grad = grad.to(x.dtype)
-        needs_x, needs_weight = ctx.needs_input_grad
-        return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None
-
-
-def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    # The pooled entries feed a discrete selection, so the projection is not rounded to bfloat16 first:
-    # operands as stored, result in float32, which is what the rollout engine computes.
-    if x.is_cuda and x.dtype is weight.dtype is torch.bfloat16 and "dtype" in torch.ops.aten.mm.overloads():
-        return cast(torch.Tensor, _WideLinear.apply(x, weight))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+        rotation = layout.entry_rotation(table, self.ratio, hidden.dtype)
+        return rotate(entries, *rotation, backend=self.config.vime_dsv4.backend)

@@ -319,7 +319,8 @@ def attach(options: DSv4Options, config: "TransformerConfig") -> None:
     # Layers hold different parameters, so a distributed checkpoint must name each layer's tensors separately.
     # Megatron does that when the frequency is a list.
     config.moe_layer_freq = [1] * config.num_layers
-    config.vime_needs_token_ids = options.num_hash_layers > 0
+    # Also where no layer reads ids: the packing object that carries them keeps what layers derive from lengths.
+    config.vime_needs_token_ids = True
     if options.train_indexer == "warmup":
         from vime_models.dsv4.train_indexer import freeze_all_but_indexers
 

@@ -12,7 +12,7 @@ Sources: contiguous split with a boundary exchange as in Megatron-LM's DeepSeek-
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import all_to_all
 
 from vime_models.dsv4 import row_balance
-from vime_models.dsv4.thd import TokenLayout, packed_lengths, token_layout
+from vime_models.dsv4.thd import TokenLayout, token_layout
+from vime_models.host.microbatch import VimePackedSeqParams, packed_lengths
 from vime_replay.layout import PackLayout
 
 # Tokens of the longest compression group: a rank of an unpacked batch holds whole groups.
@@ -45,7 +46,7 @@ class ContextParallel:
     window: int
 
     def layout(self, hidden: torch.Tensor, packed: PackedSeqParams | None) -> TokenLayout:
-        """Where this rank's rows are once they are contiguous.
+        """Where this rank's rows are once they are contiguous; the layers of a microbatch share one object.
 
         Args:
             hidden: [s, b, h], all rows of this rank.
@@ -56,11 +57,18 @@ class ContextParallel:
             ValueError: `packed` does not describe `hidden`, or was split for other ranks.
         """
         size, rank = self.group.size(), self.group.rank()
-        if size == 1:
-            return token_layout(hidden, packed)
-        halo = max(self.window, GROUP)
-        self._pack_layout(hidden, packed).require(window=halo, group=GROUP)
-        return token_layout(hidden, packed, cp_size=size, cp_rank=rank, halo=halo)
+        halo = max(self.window, GROUP) if size > 1 else 0
+        described = (hidden.shape[:2], hidden.device, halo)
+        known = getattr(packed, "token_layout", None)
+        if known is not None and known[0] == described:
+            made: TokenLayout = known[1]
+            return made
+        if halo:
+            self._pack_layout(hidden, packed).require(window=halo, group=GROUP)
+        made = token_layout(hidden, packed, cp_size=size, cp_rank=rank, halo=halo)
+        if isinstance(packed, VimePackedSeqParams):
+            packed.token_layout = described, made
+        return made
 
     def enter(
         self, hidden: torch.Tensor, packed: PackedSeqParams | None, layout: TokenLayout
@@ -69,7 +77,7 @@ class ContextParallel:
         tokens = layout.pack(hidden)
         if self.group.size() == 1 or self.mode == "contiguous":
             return tokens
-        plan = _plan(self._pack_layout(hidden, packed), hidden.device)
+        plan = self._plan(hidden, packed, layout)
         moved = all_to_all(self.group, tokens.index_select(0, plan.send), plan.recv_counts, plan.send_counts)
         return moved.index_select(0, plan.recv)
 
@@ -78,7 +86,7 @@ class ContextParallel:
     ) -> torch.Tensor:
         """The inverse of `enter`; `hidden` is what was given to it."""
         if self.group.size() > 1 and self.mode == "zigzag":
-            plan = _plan(self._pack_layout(hidden, packed), hidden.device)
+            plan = self._plan(hidden, packed, layout)
             back = tokens.index_select(0, plan.recv_inverse)
             moved = all_to_all(self.group, back, plan.send_counts, plan.recv_counts)
             tokens = moved.index_select(0, plan.send_inverse)
@@ -110,25 +118,32 @@ class ContextParallel:
         """
         if not layout.halo:
             return entries
-        size, rank = self.group.size(), self.group.rank()
+        place, missing = layout.once(("gather", ratio), partial(self._places, layout, ratio))
+        gathered = _GatherRows.apply(entries, self.group)
+        return gathered.index_select(0, place).masked_fill(missing, 0.0)
+
+    def _places(self, layout: TokenLayout, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathered row of each entry of the stream [M], and which of them do not exist [M, 1]."""
+        size, rank, device = self.group.size(), self.group.rank(), layout.starts.device
         slices, length = len(layout.starts), layout.length
-        ranks = torch.arange(size, dtype=torch.int32, device=entries.device)
+        ranks = torch.arange(size, dtype=torch.int32, device=device)
         starts = (layout.starts[:, None] + (ranks - rank) * length).flatten()
         first = layout.entries_before(starts, ratio)
         total = layout.entries_before(starts[-1:] + length, ratio)
-        numbers = torch.arange(slices * size * length // ratio, dtype=torch.int32, device=entries.device)
+        numbers = torch.arange(slices * size * length // ratio, dtype=torch.int32, device=device)
         part = torch.searchsorted(first, numbers, right=True) - 1
-        slot = (numbers - first[part]).clamp(max=len(entries) // slices - 1)
+        # Entries that a slice can own.
+        share = -(-length // ratio)
+        slot = (numbers - first[part]).clamp(max=share - 1)
         # Gathered rows are rank-major, the stream is slice-major.
-        place = (part % size * slices + part // size) * (len(entries) // slices) + slot
-        gathered = _GatherRows.apply(entries, self.group)
-        return gathered.index_select(0, place).masked_fill((numbers >= total)[:, None], 0.0)
+        return (part % size * slices + part // size) * share + slot, (numbers >= total)[:, None]
 
     def queries(self, layout: TokenLayout) -> TokenLayout:
         """The layout in which this rank computes queries."""
         if not self._balances(layout):
             return layout
-        return row_balance.balanced(layout, self.group.size(), self.group.rank())
+        size, rank = self.group.size(), self.group.rank()
+        return layout.once("balanced", lambda: row_balance.balanced(layout, size, rank))
 
     def balance(self, rows: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """[T, ...] in contiguous order to the order of `queries`."""
@@ -141,6 +156,16 @@ class ContextParallel:
     def restore(self, rows: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """The inverse of `balance`."""
         return row_balance.restore(rows, layout, self.group) if self._balances(layout) else rows
+
+    def _plan(self, hidden: torch.Tensor, packed: PackedSeqParams | None, layout: TokenLayout) -> "_Plan":
+        def make() -> _Plan:
+            exchange = self._pack_layout(hidden, packed).exchange("local", "contiguous")
+            permutations = (exchange.send_order, exchange.recv_order)
+            send, recv = (torch.from_numpy(rows).to(hidden.device) for rows in permutations)
+            counts = list(exchange.send_counts), list(exchange.recv_counts)
+            return _Plan(send, recv, send.argsort(), recv.argsort(), *counts)
+
+        return layout.once("exchange", make)
 
     @property
     def _query_order(self) -> Any:
@@ -171,6 +196,11 @@ class ContextParallel:
                     f"vime_models.dsv4: expected a PackLayout with (mode, query_order, cp_size, cp_rank) = {asked}, "
                     f"got {found}; --dsv4-cp-layout must be the order in which the trainer hands out rows, and queries "
                     "are consumed in contiguous order, or balanced with --dsv4-cp-balance"
+                )
+            if given.total != total:
+                raise ValueError(
+                    f"vime_models.dsv4: expected a PackLayout of {total} rows ({length} on each of {size} ranks), got "
+                    f"{given.total}; it must be that of this microbatch, with its padding"
                 )
             if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
                 given.check(cu_seqlens.numpy())
@@ -204,16 +234,6 @@ class _Plan:
     recv_inverse: torch.Tensor
     send_counts: list[int]
     recv_counts: list[int]
-
-
-@lru_cache(maxsize=8)
-def _plan(layout: PackLayout, device: torch.device) -> _Plan:
-    # Shared by all layers of a microbatch.
-    exchange = layout.exchange("local", "contiguous")
-    permutations = (exchange.send_order, exchange.recv_order)
-    send, recv = (torch.from_numpy(rows).to(device) for rows in permutations)
-    counts = list(exchange.send_counts), list(exchange.recv_counts)
-    return _Plan(send, recv, send.argsort(), recv.argsort(), *counts)
 
 
 class _GatherRows(torch.autograd.Function):

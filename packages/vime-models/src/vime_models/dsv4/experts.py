@@ -22,18 +22,19 @@ class Experts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Rows [R, h] sorted by expert to the pair (outputs [R, h] times their weight, no bias).
+        """Rows sorted by expert to the pair (outputs of the counted rows times their weight, no bias).
 
         Args:
             permuted_local_hidden_states: [R, h].
-            tokens_per_expert: [experts of this rank], integers that sum to R.
+            tokens_per_expert: [experts of this rank], integers that sum to at most R.
             permuted_probs: [R], the router's weights.
         """
         counts = tokens_per_expert.tolist()
+        sizes = [*counts, len(permuted_probs) - sum(counts)]
         parts = zip(
             self.local_experts,
-            permuted_local_hidden_states.split(counts),
-            permuted_probs.split(counts),
+            permuted_local_hidden_states.split(sizes)[:-1],
+            permuted_probs.split(sizes)[:-1],
             strict=True,
         )
         return torch.cat([apply(expert, rows, weights) for expert, rows, weights in parts]), None

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vime_kernels.dsa import get_topk_fn, indexer_topk
+from vime_kernels.dsa import get_topk_fn, indexer_logits, indexer_topk
 from vime_models.dsv4.compressor import Compressor
 from vime_models.dsv4.context_parallel import ContextParallel
 from vime_models.dsv4.qat import quantise_indexer
@@ -69,14 +69,13 @@ class Indexer(MegatronModule):
 
         Args: as for `select`.
         """
-        queries = self._queries(q_lora, layout.positions, table)
+        queries = self._queries(q_lora, layout.rotation(table, q_lora.dtype))
         return queries, self._keys(hidden, layout, table), self._weights(hidden, layout)
 
-    def _queries(self, q_lora: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    def _queries(self, q_lora: torch.Tensor, rotation: tuple[torch.Tensor, ...]) -> torch.Tensor:
         queries = self.linear_wq_b(q_lora)[0].view(-1, self.n_heads, self.head_dim)
         options = self.config.vime_dsv4
-        queries = rotate(queries, *table.cos_sin(positions, q_lora.dtype), backend=options.backend)
-        return quantise_indexer(queries, options)
+        return quantise_indexer(rotate(queries, *rotation, backend=options.backend), options)
 
     def _keys(self, hidden: torch.Tensor, layout: TokenLayout, table: RotaryTable) -> torch.Tensor:
         return quantise_indexer(self.compressor(hidden, layout, table), self.config.vime_dsv4)
@@ -101,28 +100,40 @@ class Indexer(MegatronModule):
             table: rotation of the layer.
         """
         ratio, order = self.compressor.ratio, self.cp.queries(layout)
-        starts, ends = order.visible(ratio)
+        backend = self.config.vime_dsv4.backend
+        # What `select` has communicated, for `scores` after it.
+        seen: dict[str, tuple[torch.Tensor, ...]] = {}
+
+        def scored(
+            rows: torch.Tensor | None,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            """Queries, keys, weights, starts and ends, from which scores are made."""
+            low_rank, cos, sin, weights, first, end = (
+                each if rows is None else each[rows] for each in seen["rows"]
+            )
+            return self._queries(low_rank, (cos, sin)), seen["keys"][0], weights, first, end
 
         def select(rows: torch.Tensor | None, width: int | None) -> torch.Tensor:
             """Picks of all rows, or of the given ones; every rank communicates, whether it was given rows or not."""
             keys = self.cp.gather_entries(self._keys(hidden, layout, table), layout, ratio)
-            weights = self.cp.balance(self._weights(hidden, layout), layout)
-            given = (self.cp.balance(q_lora, layout), order.positions, weights, starts, ends)
-            low_rank, positions, weights, first, end = (
-                given if rows is None else (each[rows] for each in given)
+            seen["keys"] = (keys,)
+            seen["rows"] = (
+                self.cp.balance(q_lora, layout),
+                *order.rotation(table, q_lora.dtype),
+                self.cp.balance(self._weights(hidden, layout), layout),
+                *order.visible(ratio),
             )
-            queries = self._queries(low_rank, positions, table)
             return indexer_topk(
-                queries,
-                keys,
-                weights,
-                first,
-                end,
+                *scored(rows),
                 width or max(1, min(self.topk, keys.shape[0])),
                 topk_fn=self.topk_fn,
-                backend=self.config.vime_dsv4.backend,
+                backend=backend,
             )
+
+        def scores(rows: torch.Tensor) -> torch.Tensor:
+            return indexer_logits(*scored(rows), backend=backend)
 
         if self.replay is None:
             return select(None, None)
-        return self.replay(select, rows=len(starts), ticket=layout.replay_ticket, device=hidden.device)
+        rows, ticket = len(order.rows), layout.replay_ticket
+        return self.replay(select, rows=rows, ticket=ticket, device=hidden.device, scores=scores)

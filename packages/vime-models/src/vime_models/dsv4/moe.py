@@ -18,11 +18,12 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, router_gating_linear
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_models.dsv4.dispatcher import RepeatableDispatcher
+from vime_models.host.linear import wide_linear
 
 
 class ScoreRouter(TopKRouter):
@@ -41,8 +42,8 @@ class ScoreRouter(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[s, b, h] to logits [s, b, E]; a float32 product whatever the parameter dtype."""
-        wide = torch.promote_types(input.dtype, torch.float32)
-        return router_gating_linear(input, self.weight, None, wide)
+        logits_TE = wide_linear(input.flatten(0, 1), self.weight, wide_gradient=True)
+        return logits_TE.unflatten(0, input.shape[:2])
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -213,9 +214,11 @@ class DSv4MoELayer(MoELayer):
 
         # A closure and not module state: when the layer is recomputed, another microbatch may have run since.
         def compute(hidden: torch.Tensor) -> torch.Tensor:
-            shared = self.shared_experts_compute(hidden)
             probs, routing_map = self.router(hidden, padding_mask, **route_by)
-            dispatched, probs = self.dispatch(*self.preprocess(hidden, probs, routing_map))
+            permuted, probs = self.preprocess(hidden, probs, routing_map)
+            # Here, because the device has it to do while the host waits for the counts of rows.
+            shared = self.shared_experts_compute(hidden)
+            dispatched, probs = self.dispatch(permuted, probs)
             output, _ = self.routed_experts_compute(dispatched, probs)
             return self.postprocess(self.combine(output), shared)
 

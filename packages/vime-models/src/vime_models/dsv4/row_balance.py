@@ -4,11 +4,12 @@
 Late queries see more compressed entries than early ones, so the last of C contiguous ranks scores up to twice the
 average. Here the stream (or each row of a batch) is cut into parts (`vime_replay.layout.balance_folds`), each part into
 2·C equal chunks, and rank r computes the queries of chunks r and 2·C - 1 - r of each. Keys are addressed in the whole
-stream, so each query's result is the same bits wherever it is computed; gradients of shared keys differ by the order of
-a sum. With at most 32 heads in 16 bits the Hopper attention sums neighbouring rows together, whose last bits then
-depend on where a chunk begins, unless deterministic algorithms are asked for. The cut ignores where samples begin; many
-parts make up for that: of 64k tokens the busiest of 2 to 16 ranks does at most 1.05 times the average for the packs in
-the tests.
+stream, so each query's result is the same bits wherever it is computed, as long as the projections around the move give
+a row the same bits at every place: cuBLAS did, in every shape tried; a CPU's library in float64 does not for the last
+rows of an odd count. Gradients of shared keys differ by the order of a sum. With at most 32 heads in 16 bits the Hopper
+attention sums neighbouring rows together, whose last bits then depend on where a chunk begins, unless deterministic
+algorithms are asked for. The cut ignores where samples begin; many parts make up for that: of 64k tokens the busiest of
+2 to 16 ranks does at most 1.05 times the average for the packs in the tests.
 """
 
 from dataclasses import dataclass, replace

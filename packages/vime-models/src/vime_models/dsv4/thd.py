@@ -7,10 +7,11 @@ restart at each sequence. A batch of b sequences of length s is the special case
 `cu_seqlens` always describes the whole stream. Under context parallelism a rank holds slices of it; raw keys then
 have `halo` more rows in front of each slice, which come from the left neighbour, and a compressed entry belongs to
 the rank that holds its last token. Indices of compressed entries always count those of the whole stream. Here is the
-arithmetic; `context_parallel` moves the rows.
+arithmetic; `context_parallel` moves the rows. What layers derive from a layout is derived once per microbatch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from vime_kernels.dsa import causal_ranges
+from vime_models.dsv4.rope import RotaryTable
+from vime_models.host.microbatch import packed_lengths
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,14 @@ class TokenLayout:
     halo: int = 0
     real_lengths: torch.Tensor | None = None
     replay_ticket: Any = None
+    _kept: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def once[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returned when this key was first asked for: layers with the same needs share it."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: Made = self._kept[key]
+        return made
 
     def pack(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s, b, h] to [T, h]: sequences one after the other."""
@@ -81,10 +92,36 @@ class TokenLayout:
         """int64 [N]: position of each raw key; N = T + G · halo."""
         return position_in_sequence(self.cu_seqlens, self._slice_rows(self.halo))
 
+    def rotation(self, table: RotaryTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`table.cos_sin` of the tokens."""
+        return self.once(("rotation", table, dtype), lambda: table.cos_sin(self.positions, dtype))
+
+    def key_rotation(self, table: RotaryTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`table.cos_sin` of the raw keys."""
+        if not self.halo:
+            return self.rotation(table, dtype)
+        return self.once(("keys", table, dtype), lambda: table.cos_sin(self.key_positions, dtype))
+
+    def entry_rotation(
+        self, table: RotaryTable, ratio: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`table.cos_sin` of the compressed entries that are made here; one stands at the first token of its group."""
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            numbers = (
+                self.owned_entries(ratio)[0].flatten() if self.halo else self._arange(self.length // ratio)
+            )
+            return table.cos_sin(self.entry_positions(numbers, ratio), dtype)
+
+        return self.once(("entries", table, ratio, dtype), make)
+
     def visible(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [T] first and one-past-last compressed entry that each token may see, in rows of all entries."""
         # Explicit rows spare a look at the last entry of cu_seqlens, which is a device round trip.
-        return causal_ranges(self.cu_seqlens, ratio=ratio, q_positions=self.rows)
+        return self.once(
+            ("visible", ratio),
+            lambda: causal_ranges(self.cu_seqlens, ratio=ratio, q_positions=self.rows),
+        )
 
     @cached_property
     def window(self) -> dict[str, Any]:
@@ -141,6 +178,21 @@ class TokenLayout:
         pools = torch.diff(borders, prepend=borders[:, :1]) // ratio
         skipped = pools.sum(1).cumsum(0) - pools.sum(1) + pools[:, 1]
         return reach, cu_seqlens, (skipped + extra)[:, None]
+
+    def owned_pools(
+        self, ratio: int, *, overlap: bool
+    ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`pools` with the pool of each owned entry [G · C] in place of the first, and which of them do not exist."""
+
+        def make() -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+            reach, cu_seqlens, first = self.pools(ratio, overlap=overlap)
+            numbers, count = self.owned_entries(ratio)
+            slots = self._arange(numbers.shape[1])
+            missing = slots >= count
+            owned = (first + slots).masked_fill(missing, 0)
+            return reach, cu_seqlens, owned.flatten(), missing.view(-1, 1)
+
+        return self.once(("pools", ratio, overlap), make)
 
     def _cu_entries(self, ratio: int) -> torch.Tensor:
         counts = self.cu_seqlens.diff() // ratio
@@ -199,11 +251,6 @@ def token_layout(
     return TokenLayout(cu_seqlens, starts, length, None, halo, real_lengths, ticket)
 
 
-def packed_lengths(packed: PackedSeqParams) -> torch.Tensor | None:
-    """Cumulative lengths of the rows that are really there: padded ones where the trainer pads."""
-    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-
-
 def position_in_sequence(cu_seqlens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """int64: rows counted from the start of their own sequence; empty sequences are allowed.
 
@@ -213,9 +260,3 @@ def position_in_sequence(cu_seqlens: torch.Tensor, rows: torch.Tensor) -> torch.
     """
     sequence = torch.searchsorted(cu_seqlens[1:], rows.contiguous(), right=True)
     return (rows - cu_seqlens[sequence]).long()
-
-
-def local_positions(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """int64 [length]: `position_in_sequence` of the first rows, in order."""
-    rows = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
-    return position_in_sequence(cu_seqlens, rows)

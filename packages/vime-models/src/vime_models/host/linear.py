@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer whose weight every tensor-parallel rank holds in full.
+"""Linears that megatron-core has only with TransformerEngine: unsharded weights, and results that are not rounded.
 
-megatron-core has such a layer only with TransformerEngine. Ours serves both backends, and keeps float64.
+Ours serve both backends, and keep float64.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,3 +64,43 @@ class ReplicatedLinear(torch.nn.Module):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, *, wide_gradient: bool = False) -> torch.Tensor:
+    """x Wᵀ [T, R] in float32 (float64 for float64 input), of operands as they are stored.
+
+    Products of bfloat16 numbers are exact in float32, so on GPUs the tensor cores compute it without wide copies.
+
+    Args:
+        x: [T, C].
+        weight: [R, C].
+        wide_gradient: whether the gradient of the result keeps 16 bits on its way back, as two bfloat16 terms; else
+            it is rounded to bfloat16 once, like every other gradient that enters a product. For few rows R.
+    """
+    if x.is_cuda and x.dtype is weight.dtype is torch.bfloat16 and "dtype" in torch.ops.aten.mm.overloads():
+        return cast(torch.Tensor, _WideLinear.apply(x, weight, wide_gradient))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, wide_gradient: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.wide_gradient = wide_gradient
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        high = grad.to(x.dtype)
+        if not ctx.wide_gradient:
+            return high @ weight if needs_x else None, high.t() @ x if needs_weight else None, None
+        terms = torch.cat([high, (grad - high).to(x.dtype)], 1)
+        grad_x = terms @ torch.cat([weight, weight]) if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            wide = torch.mm(terms.t(), x, out_dtype=torch.float32)
+            grad_weight = wide.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+        return grad_x, grad_weight, None

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vime_models._compat import check_megatron
-from vime_models.host import cpu, dtypes
+from vime_models.host import cpu, dtypes, gradient_fusion, packed_roll
 from vime_models.host.linear import ReplicatedLinear
 from vime_models.host.microbatch import attach_token_ids
 
@@ -32,7 +32,7 @@ Provider = Callable[..., torch.nn.Module]
 class VimeGPTModel(GPTModel):
     """GPTModel whose layers can see the token ids of their microbatch.
 
-    When `config.vime_needs_token_ids` is true (set by a spec with hash-routed layers), `forward` puts
+    When `config.vime_needs_token_ids` is true (set by a spec whose layers read them), `forward` puts
     `input_ids` into the packing object that Megatron hands to every layer (see `host.microbatch`).
 
     Draft layers may hand more channels on to each other than the output layer reads; the rest is cut off behind them.
@@ -41,6 +41,7 @@ class VimeGPTModel(GPTModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.mtp_process:
+            packed_roll.install()
             width = self.config.hidden_size
             # Contiguous, because the output layer gathers it from sequence shards, and nccl moves nothing else.
             self.mtp.register_forward_hook(lambda _block, _inputs, hidden: hidden[..., :width].contiguous())
@@ -201,6 +202,8 @@ def make_provider(args: Namespace, role: Role = "actor") -> Provider:
         if not isinstance(resolved, ModuleSpec) and callable(resolved):
             delegate: Provider = resolved
             return delegate(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if config.gradient_accumulation_fusion:
+            gradient_fusion.install()
         # Stages that hold copies of the embedding move them to the device by name.
         with cpu.cuda_literals_to_cpu():
             model = VimeGPTModel(

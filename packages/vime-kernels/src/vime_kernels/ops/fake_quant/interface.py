@@ -16,8 +16,12 @@ class _StraightThrough(torch.autograd.Function):
     """Forward: the second argument. Backward: the gradient goes to the first one as it is, clamped values included."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        """Nothing to keep; written apart from `forward`, as the transforms of torch.func ask."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -169,9 +173,14 @@ def _check(op: str, x: torch.Tensor, block: int, scale: str, rotate: bool, chann
     _checks.positive(op, block=block)
     _checks.choice(op, "scale", scale, SCALES)
     if channels is not None:
-        if x.ndim < 1 or not 0 <= channels <= x.shape[-1] or channels % block:
+        if (
+            not isinstance(channels, int)
+            or x.ndim < 1
+            or not 0 <= channels <= x.shape[-1]
+            or channels % block
+        ):
             expected = f"channels to be a multiple of block ({block}) and at most x.shape[-1]"
-            _checks.fail(op, expected, f"{channels} for {list(x.shape)}")
+            _checks.fail(op, expected, f"{channels!r} for {list(x.shape)}")
         if rotate:
             _checks.fail(op, "channels=None with rotate=True (the rotation mixes all channels)", channels)
     elif x.ndim < 1 or x.shape[-1] % block:

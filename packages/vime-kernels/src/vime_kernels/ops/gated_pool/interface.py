@@ -53,15 +53,15 @@ def gated_pool(
     """
     op = "gated_pool"
     _checks.positive(op, ratio=ratio)
-    halo_x, halo_score = halo if halo is not None else (None, None)
+    halo_x, halo_score = _checks.pair(op, "halo", halo)
     sizes = _checks.sizes(
         op,
         x_TC=(x_TC, "T C"),
         score_TC=(score_TC, "T C"),
         ape=(ape, f"{ratio} C"),
         cu_seqlens=(cu_seqlens, "B+1"),
-        halo_x=(halo_x, f"{ratio} C"),
-        halo_score=(halo_score, f"{ratio} C"),
+        halo_x=(halo_x, f"? {ratio} C"),
+        halo_score=(halo_score, f"? {ratio} C"),
     )
     _checks.floating(op, x_TC=x_TC, score_TC=score_TC, halo_x=halo_x, halo_score=halo_score)
     _checks.rows_contiguous(op, x_TC=x_TC, score_TC=score_TC)

@@ -59,8 +59,15 @@ def kpool_select(
     _checks.positive(op, index_topk=index_topk, kpool=kpool, pad_to=pad_to)
     if index_topk % kpool:
         _checks.fail(op, f"index_topk to be a multiple of kpool ({kpool})", index_topk)
-    S = _checks.sizes(op, q=(q, "S H D"), q_positions=(q_positions, "S"), cu_seqlens=(cu_seqlens, "B+1"))["S"]
-    _checks.cu_seqlens(op, cu_seqlens, S if q_positions is None else None)
+    S = _checks.sizes(
+        op,
+        q=(q, "S H D"),
+        pooled_k=(pooled_k, "P D"),
+        weights=(weights, "? S H"),
+        q_positions=(q_positions, "? S"),
+        cu_seqlens=(cu_seqlens, "B+1"),
+    )["S"]
+    _checks.cu_seqlens(op, cu_seqlens, S if q_positions is None else None, (kpool, len(pooled_k)))
     _checks.int32(op, q_positions=q_positions)
     if q_positions is None:
         q_positions = torch.arange(S, dtype=torch.int32, device=q.device)

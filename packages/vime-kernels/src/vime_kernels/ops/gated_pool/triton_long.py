@@ -2,9 +2,9 @@
 """Gated pooling of many tokens in Triton, without overlap, forward and backward.
 
 The slots of a long pool do not fit in the registers of a warp, and sums that leave a warp cost more than the slots.
-Forward, a warp walks over the slots of a pool with a running maximum in every lane, and the lanes meet once, at the
-end. It leaves behind the log of the softmax denominators and the unrounded pooled rows, 2 / ratio of what it read, so
-that backward has no sums over slots: its programs take a few slots of many pools.
+Forward, a warp walks over the slots of a pool with a running maximum. It leaves behind the log of the softmax
+denominators and the unrounded pooled rows, 2 / ratio of what it read, so that backward has no sums over slots: its
+programs take a few slots of many pools.
 """
 
 import torch
@@ -19,37 +19,40 @@ from vime_kernels.ops.gated_pool.triton_zero import zero_unpooled
 @triton.jit(do_not_specialize=["P", "B"])
 def _long_kernel(  # type: ignore[no-untyped-def]
     x, score, ape, cu_seqlens, cu_pools, out, stats, P, B, D, x_row, score_row,
-    ratio: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
+    ratio: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     pool = tl.program_id(0)
     sequence, before = cumulate(pool, cu_seqlens, cu_pools, B, ratio, SEQUENCES)
     _, _, first, live, _ = follow(pool, sequence, before, cu_seqlens, B, ratio)
     x += first.to(tl.int64) * x_row
     score += first.to(tl.int64) * score_row
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     alive = live & (d < D)
-    within = tl.arange(0, STEPS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
-    top = tl.full([1, LANES, BLOCK_D], -1e30, tl.float32)
-    total = tl.zeros([1, LANES, BLOCK_D], tl.float32)
-    weighted = tl.zeros([1, LANES, BLOCK_D], tl.float32)
-    for start in range(0, ratio, STEPS * LANES):
-        m = start + within
+    top = tl.full([1, BLOCK_D], -1e30, tl.float32)
+    total = tl.zeros([1, BLOCK_D], tl.float32)
+    weighted = tl.zeros([1, BLOCK_D], tl.float32)
+    # A step ahead: the loads of the next slots are under way while these are summed.
+    m = tl.arange(0, STEPS)[:, None]
+    here = alive & (m < ratio)
+    z_next = tl.load(score + m * score_row + d, mask=here, other=float("-inf"))
+    value_next = tl.load(x + m * x_row + d, mask=here, other=0.0)
+    for _ in range(0, ratio, STEPS):
+        bias = tl.load(ape + m * D + d, mask=here, other=0.0)
+        a, value = (z_next.to(tl.float32) + bias) * LOG2E, value_next.to(tl.float32)
+        m += STEPS
         here = alive & (m < ratio)
-        z = tl.load(score + m * score_row + d, mask=here, other=float("-inf")).to(tl.float32)
-        value = tl.load(x + m * x_row + d, mask=here, other=0.0).to(tl.float32)
-        a = (z + tl.load(ape + m * D + d, mask=here, other=0.0)) * LOG2E
+        z_next = tl.load(score + m * score_row + d, mask=here, other=float("-inf"))
+        value_next = tl.load(x + m * x_row + d, mask=here, other=0.0)
         higher = tl.maximum(top, tl.max(a, 0, keep_dims=True))
         e, shrink = tl.exp2(a - higher), tl.exp2(top - higher)
         total = total * shrink + tl.sum(e, 0, keep_dims=True)
         weighted = weighted * shrink + tl.sum(e * value, 0, keep_dims=True)
         top = higher
-    highest = tl.max(top, 1, keep_dims=True)
-    shrink = tl.exp2(top - highest)
-    total = tl.where(alive, tl.sum(total * shrink, 1, keep_dims=True), 1.0)
-    pooled = tl.sum(weighted * shrink, 1, keep_dims=True) / total
+    total = tl.where(alive, total, 1.0)
+    pooled = weighted / total
     row = tl.cast(pool, tl.int64) * D + d
     tl.store(out + row, pooled.to(out.dtype.element_ty), mask=d < D)
-    tl.store(stats + row, tl.where(alive, highest + tl.log2(total), 0.0), mask=d < D)
+    tl.store(stats + row, tl.where(alive, top + tl.log2(total), 0.0), mask=d < D)
     tl.store(stats + tl.cast(P, tl.int64) * D + row, pooled, mask=d < D)
 
 
@@ -97,7 +100,7 @@ def forward(
     stats = x.new_empty(2, P, D, dtype=torch.float32)
     _long_kernel[(P, triton.cdiv(D, block))](
         x, score, ape, cu_seqlens, cu_pools, pooled, stats, P, B, D, x.stride(0), score.stride(0), ratio=ratio,
-        STEPS=config.LONG_STEPS, LANES=config.LONG_LANES, BLOCK_D=block, SEQUENCES=config.SEQUENCES, num_warps=1,
+        STEPS=config.LONG_STEPS, BLOCK_D=block, SEQUENCES=config.SEQUENCES, num_warps=1,
     )  # fmt: skip
     return pooled, cu_pools, stats
 

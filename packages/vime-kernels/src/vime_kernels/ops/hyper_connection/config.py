@@ -3,19 +3,28 @@
 
 import torch
 
+from vime_kernels._backend import has_gluon
+
 STREAMS = (1, 2, 4, 8)
 # Projection and its backward pass: (tokens, channels, warps, stages) for bfloat16 and for float32 streams.
 PROJECT = (128, 64, 8, 4)
+PROJECT_STAGES = 4  # of `gluon_project`: tiles of 128 tokens and 128 channels
 PROJECT_EXACT = (64, 32, 8, 2)
 PROJECT_BWD = (64, 128, 4, 3)
 PROJECT_BWD_ADD = (64, 64, 4, 3)  # with another gradient added on the way, which takes registers
 PROJECT_BWD_EXACT = (32, 64, 8, 2)
 # Channels of one partial sum. It must not depend on the number of tokens, or a token's mixes would depend on the batch.
 SPLIT_K = 4096
-# Tokens whose gradient of fn is one partial sum: at most so many, and fewer where that leaves fewer programs.
-TOKENS_PER_PARTIAL, PROGRAMS = 4096, 512
+# Tokens whose gradient of fn is one partial sum, at most; and programs of that kernel that run at the same time, two on
+# each multiprocessor of an H100 or H200.
+TOKENS_PER_PARTIAL, PROGRAMS = 4096, 264
 # Tokens of a program that makes the weights of the head, or their gradient.
 GATE_TOKENS = 128
+# The head in one pass: channels and tokens of a tile, and warps. A thread holds the rows of fn for its channels of the
+# four streams. Then, forward and backward, tiles in shared memory and programs of a multiprocessor: they must fit.
+HEAD_CHANNELS, HEAD_TOKENS, HEAD_WARPS = 512, 4, 4
+HEAD_STAGES, HEAD_PROGRAMS, HEAD_REGISTERS = 4, 3, 168
+HEAD_BWD_STAGES, HEAD_BWD_PROGRAMS = 5, 2
 # Channels per thread in the kernels that move whole streams: two 16-byte loads of bfloat16.
 CHANNELS_PER_THREAD = 16
 
@@ -26,14 +35,38 @@ def num_warps(block_c: int) -> int:
 
 
 def tokens_per_partial(tokens: int, blocks: int, block_t: int) -> int:
-    """Tokens of one partial sum of the gradient of fn, a multiple of block_t, where `blocks` programs share a token."""
-    share = -(-tokens * blocks // PROGRAMS)
-    return max(block_t, min(TOKENS_PER_PARTIAL, 1 << (share - 1).bit_length()))
+    """Tokens of one partial sum of the gradient of fn, a multiple of block_t, where `blocks` programs share a token.
+
+    Of the numbers of partial sums that are allowed, the first that leaves least of the last wave of programs empty.
+    """
+    fewest = -(-tokens // TOKENS_PER_PARTIAL)
+    counts = range(fewest, fewest + max(8, PROGRAMS // blocks))
+    count = min(counts, key=lambda count: -(-blocks * count // PROGRAMS) / count)
+    return -(-tokens // (count * block_t)) * block_t
 
 
 def copy_engine(X_TK: torch.Tensor, left_over: int) -> bool:
-    """Whether tiles of X can be moved by the copy engine: whole tiles, rows on 16-byte boundaries."""
-    return not left_over and X_TK.data_ptr() % 16 == 0 and X_TK.stride(0) * X_TK.element_size() % 16 == 0
+    """Whether tiles of X can be moved by the copy engine: whole tiles, rows of their own on 16-byte boundaries."""
+    row_bytes = X_TK.stride(0) * X_TK.element_size()
+    return not left_over and X_TK.data_ptr() % 16 == 0 and row_bytes > 0 and row_bytes % 16 == 0
+
+
+def hopper(X_TK: torch.Tensor, W: int) -> bool:
+    """Whether the projection for Hopper can run: whole tiles, and at most 32 rows of fn. Not a matter of T."""
+    if not X_TK.is_cuda or X_TK.dtype != torch.bfloat16 or W > 32 or SPLIT_K % 128:
+        return False
+    device = torch.cuda.get_device_capability(X_TK.device)
+    return copy_engine(X_TK, X_TK.shape[1] % 128) and device == (9, 0) and has_gluon()
+
+
+def one_pass(X_TnC: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether the head can be made in one pass over these streams: four of them, on Hopper, in vectors of 16 bytes."""
+    T, n, C = X_TnC.shape
+    if not X_TnC.is_cuda or X_TnC.dtype != torch.bfloat16 or n != 4 or C % 16 or not T:
+        return False
+    rows = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in (X_TnC, *others))
+    device = torch.cuda.get_device_capability(X_TnC.device)
+    return rows and X_TnC.stride(1) % 16 == 0 and device == (9, 0) and has_gluon()
 
 
 def unsupported_sinkhorn(logits_Tnn: torch.Tensor) -> str | None:

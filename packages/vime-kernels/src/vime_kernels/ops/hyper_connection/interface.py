@@ -60,6 +60,7 @@ def mhc_mixes(
     )
     _checks.full_precision(op, fn=fn, scale=scale, base=base)
     _checks.positive(op, iters=iters)
+    _checks.python_float(op, eps=eps, norm_eps=norm_eps)
     if resolve(op, backend, (X_TnC, fn, scale, base), config.unsupported(X_TnC, fn, scale, base)) == "triton":
         from vime_kernels.ops.hyper_connection import triton_project, triton_split
 
@@ -94,6 +95,7 @@ def sinkhorn(
     _checks.sizes(op, logits_Tnn=(logits_Tnn, "T n n"))
     _checks.floating(op, logits_Tnn=logits_Tnn)
     _checks.positive(op, iters=iters)
+    _checks.python_float(op, eps=eps)
     if resolve(op, backend, (logits_Tnn,), config.unsupported_sinkhorn(logits_Tnn)) == "triton":
         from vime_kernels.ops.hyper_connection import triton_sinkhorn
 
@@ -197,6 +199,7 @@ def mhc_head(
         base=(base, f"{n}"),
     )
     _checks.full_precision(op, fn=fn, scale=scale, base=base)
+    _checks.python_float(op, eps=eps, norm_eps=norm_eps)
     if resolve(op, backend, (X_TnC, fn, scale, base), config.unsupported(X_TnC, fn, scale, base)) == "triton":
         from vime_kernels.ops.hyper_connection import triton_head
 

@@ -9,6 +9,8 @@ Source: mHC (Xie et al., 2026) and the DeepSeek-V4 release; the contract of shap
 
 import torch
 
+from vime_kernels._backend import without_autocast
+
 
 def mixes(
     X_TnC: torch.Tensor,
@@ -45,6 +47,7 @@ def pre(X_TnC: torch.Tensor, pre_Tn: torch.Tensor) -> torch.Tensor:
     return (pre_Tn.unsqueeze(-1) * X_TnC).sum(1)
 
 
+@without_autocast
 def post(
     y_TC: torch.Tensor, X_TnC: torch.Tensor, post_Tn: torch.Tensor, comb_Tnn: torch.Tensor
 ) -> torch.Tensor:
@@ -65,6 +68,7 @@ def head(
     return pre(X_TnC, torch.sigmoid(_project(X_TnC, fn, norm_eps) * scale + base) + eps)
 
 
+@without_autocast
 def _project(X_TnC: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
     """fn times rms-normalised streams, the norm applied after the product (it is one number per token)."""
     v = X_TnC.flatten(1)

@@ -2,7 +2,8 @@
 """The streams collapsed after the last layer, in Triton, forward and backward.
 
 The projection and the weighted sum read the streams once each. Their gradients meet in one kernel: it writes the
-gradient of the streams once, where two operations would each write one and a third would add them.
+gradient of the streams once, where two operations would each write one and a third would add them. What
+`config.one_pass` admits goes to `gluon_head`, which reads the streams once.
 """
 
 from typing import Any
@@ -47,11 +48,34 @@ def _gate_bwd_kernel(  # type: ignore[no-untyped-def]
     tl.store(share + n, tl.sum(dlogit * value))
 
 
+@triton.jit(do_not_specialize=["R"])
+def _sum_kernel(partial, total, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum of the R rows of a matrix of N columns."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    rows_RN = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    for first in range(0, R, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)[:, None]
+        rows_RN += tl.load(partial + row.to(tl.int64) * N + column, mask=(row < R) & (column < N), other=0.0)
+    tl.store(total + column, tl.sum(rows_RN, 0, keep_dims=True), mask=column < N)
+
+
+def sum_rows(partial: torch.Tensor) -> torch.Tensor:
+    """Sum over the first dimension of a few dozen float32 partial sums, [R, N], in fixed order."""
+    R, N = partial.shape
+    total = partial.new_empty(N)
+    _sum_kernel[(triton.cdiv(N, 128),)](partial, total, R, N, BLOCK_R=32, BLOCK_N=128)
+    return total
+
+
 @torch.library.custom_op("vime_kernels::mhc_head", mutates_args=())
 def mhc_head(
     X: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, eps: float, norm_eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [T, C], m [T, n], inverse rms [T], weights [T, n]); arguments as in `interface.mhc_head`, checked."""
+    if config.one_pass(X):
+        from vime_kernels.ops.hyper_connection import gluon_head
+
+        return gluon_head.forward(X, fn, scale, base, eps, norm_eps)
     T, n = X.shape[:2]
     m, inverse_rms = mhc_project(X.flatten(1), fn, norm_eps, n)
     weights = torch.empty_like(m)
@@ -82,6 +106,10 @@ def mhc_head_bwd(
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of X and fn, and of base and scale one behind the other, [n + 1]."""
+    if config.one_pass(X, grad):
+        from vime_kernels.ops.hyper_connection import gluon_head
+
+        return gluon_head.backward(grad, X, fn, scale, base, m, inverse_rms, weights)
     T, n, C = X.shape
     programs = triton.cdiv(T, config.GATE_TOKENS)
     dweights, dm, partial = torch.empty_like(m), torch.empty_like(m), m.new_empty(programs, n + 1)

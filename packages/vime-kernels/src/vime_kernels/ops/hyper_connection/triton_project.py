@@ -208,12 +208,13 @@ def _described(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> torc
     return TensorDescriptor.from_tensor(tensor, [rows, columns]) if tma else tensor
 
 
-def _terms(fn: torch.Tensor, exact: bool) -> torch.Tensor:
+def _terms(fn: torch.Tensor, exact: bool, width: int) -> torch.Tensor:
+    """fn itself, or its bfloat16 terms of `width` rows each."""
     if exact:
         return fn
     W, K = fn.shape
-    terms = torch.empty(3 * _width(W), K, dtype=torch.bfloat16, device=fn.device)
-    _terms_kernel[(triton.cdiv(K, 256),)](fn, terms, W, K, BLOCK_W=_width(W), BLOCK_K=256)
+    terms = torch.empty(3 * width, K, dtype=torch.bfloat16, device=fn.device)
+    _terms_kernel[(triton.cdiv(K, 256),)](fn, terms, W, K, BLOCK_W=width, BLOCK_K=256)
     return terms
 
 
@@ -229,17 +230,23 @@ def mhc_project(
         return m, inverse_rms
     exact = X.dtype == torch.float32
     pieces = triton.cdiv(K, config.SPLIT_K)
-    partial, squares = fn.new_empty(pieces, T, _width(W)), fn.new_empty(pieces, T)
-    block_t, block_k, warps, stages = config.PROJECT_EXACT if exact else config.PROJECT
-    tma = not exact and config.copy_engine(X, K % block_k)
-    _project_kernel[(triton.cdiv(T, block_t), pieces)](
-        _described(X, block_t, block_k, tma), _described(_terms(fn, exact), _width(W), block_k, tma),
-        partial, squares, T, W, K, X.stride(0),
-        EXACT=exact, TMA=tma, SPLIT_K=config.SPLIT_K, BLOCK_T=block_t, BLOCK_W=_width(W), BLOCK_K=block_k,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    width = 32 if config.hopper(X, W) else _width(W)
+    partial, squares = fn.new_empty(pieces, T, width), fn.new_empty(pieces, T)
+    if config.hopper(X, W):
+        from vime_kernels.ops.hyper_connection import gluon_project
+
+        gluon_project.sums(X, _terms(fn, False, width), partial, squares)
+    else:
+        block_t, block_k, warps, stages = config.PROJECT_EXACT if exact else config.PROJECT
+        tma = not exact and config.copy_engine(X, K % block_k)
+        _project_kernel[(triton.cdiv(T, block_t), pieces)](
+            _described(X, block_t, block_k, tma), _described(_terms(fn, exact, width), width, block_k, tma),
+            partial, squares, T, W, K, X.stride(0),
+            EXACT=exact, TMA=tma, SPLIT_K=config.SPLIT_K, BLOCK_T=block_t, BLOCK_W=width, BLOCK_K=block_k,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     _normalise_kernel[(triton.cdiv(T, 32),)](
-        partial, squares, m, inverse_rms, T, W, K, norm_eps, PIECES=pieces, BLOCK_T=32, BLOCK_W=_width(W)
+        partial, squares, m, inverse_rms, T, W, K, norm_eps, PIECES=pieces, BLOCK_T=32, BLOCK_W=width
     )
     return m, inverse_rms
 
@@ -282,7 +289,7 @@ def mhc_project_bwd(
     tma = not exact and config.copy_engine(X, C % block_c)
     _project_bwd_kernel[(blocks, len(partial))](
         _described(dp, block_t, width, tma), shrink, _described(X, block_t, block_c, tma),
-        _described(_terms(fn, exact), width, block_c, tma), weights, grad,
+        _described(_terms(fn, exact, width), width, block_c, tma), weights, grad,
         _described(dX, block_t, block_c, tma), partial, T, rows, W, C, X.stride(0), span,
         EXACT=exact, ADD=add, TMA=tma, n=n,
         BLOCK_T=block_t, BLOCK_W=width, BLOCK_C=block_c, num_warps=warps, num_stages=stages,

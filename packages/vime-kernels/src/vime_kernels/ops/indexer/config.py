@@ -65,9 +65,9 @@ def hopper_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _aligned(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether rows of both can be copied in pieces of 16 bytes."""
+    """Whether rows of both can be copied in pieces of 16 bytes, and are not one row under many names (expanded)."""
     strides = (*q.stride()[:2], k.stride(0))
-    whole = all(stride * q.element_size() % 16 == 0 for stride in strides)
+    whole = all(stride and stride * q.element_size() % 16 == 0 for stride in strides)
     return whole and q.stride(2) == k.stride(1) == 1 and not any(t.data_ptr() % 16 for t in (q, k))
 
 

@@ -50,17 +50,18 @@ def indexer_logits(
     Source: DeepSeek-V3.2 (arXiv 2512.02556); scale contract of DeepGEMM's fp8 logits.
     """
     op = "indexer_logits"
-    optional = {"q_scale": (q_scale, "S H"), "k_scale": (k_scale, "N"), "out": (out, "S N")}
-    sizes = _check_qk(op, q, k, weights, starts=(starts, "S"), ends=(ends, "S"), **optional)
+    sizes = _check_ranged(op, q, k, weights, starts, ends, q_scale, k_scale, out=(out, "? S N"))
     S, N, H = sizes["S"], sizes["N"], sizes["H"]
-    _checks.floating(op, q_scale=q_scale, k_scale=k_scale)
-    _checks.int32(op, starts=starts, ends=ends)
     acc = _checks.accum_dtype(q, k, weights, q_scale, k_scale)
     if out is None:
         # Rows start at multiples of 64 bytes, for wide stores and loads.
         out = torch.empty(S, -(-N // 16) * 16, dtype=acc, device=q.device)[:, :N]
     elif out.dtype != acc:
         _checks.fail(op, f"out in {acc}", out.dtype, kind=TypeError)
+    elif S > 1 and N and out.stride(0) < N and out.stride(1) < S:
+        _checks.fail(
+            op, "out whose rows do not share memory", f"strides {out.stride()}", "pass out.contiguous()"
+        )
     reason = config.unsupported(q, k) or config.unsupported_out(out)
     if resolve(op, backend, (q, k, weights, starts, ends, q_scale, k_scale, out), reason) == "triton":
         from vime_kernels.ops.indexer import triton_fwd
@@ -118,7 +119,7 @@ def indexer_topk(
     """
     op = "indexer_topk"
     _checks.positive(op, topk=topk, max_logits_bytes=max_logits_bytes)
-    sizes = _check_qk(op, q, k, weights, starts=(starts, "S"), ends=(ends, "S"))
+    sizes = _check_ranged(op, q, k, weights, starts, ends, q_scale, k_scale)
     select = topk_fn or get_topk_fn("canonical", backend=backend)
     picks = torch.empty(sizes["S"], topk, dtype=torch.int32, device=q.device)
     row_bytes = sizes["N"] * _checks.accum_dtype(q, k, weights).itemsize
@@ -136,12 +137,7 @@ def indexer_topk(
             backend=backend,
         )
         chosen = select(logits, topk, starts[rows], ends[rows], row_offset=rows.start)
-        if chosen.dtype != torch.int32 or chosen.shape != (rows.stop - rows.start, topk):
-            _checks.fail(
-                op,
-                f"topk_fn to return int32 {[rows.stop - rows.start, topk]}",
-                f"{chosen.dtype} {list(chosen.shape)}",
-            )
+        _check_chosen(op, chosen, [rows.stop - rows.start, topk], q.device)
         picks[rows] = chosen
         del logits  # or the scores of two chunks would be held
     return picks
@@ -178,7 +174,10 @@ def indexer_scores(
     _checks.floating(op, q=q, k=k)
     _checks.int32(op, indices=indices)
     _checks.picks(op, sizes["N"], indices)
-    if resolve(op, backend, (q, k, weights, indices), config.unsupported(q, k)) == "triton":
+    reason = config.unsupported(q, k)
+    if weights is not None and weights.dtype == torch.float64:
+        reason = reason or "weights in float64"
+    if resolve(op, backend, (q, k, weights, indices), reason) == "triton":
         from vime_kernels.ops.indexer import triton_scores
 
         if deterministic is None:
@@ -217,7 +216,7 @@ def lightning_indexer(
     Args:
         q, k, weights, starts, ends, topk, topk_fn, use_relu, max_logits_bytes: as for `indexer_topk`.
         indices: int32 [S, topk], picks made elsewhere (a recorded rollout). Nothing is selected then; they are scored
-            as they are and returned.
+            as they are and returned. VIME_KERNELS_DEBUG=1 refuses picks outside of their row's range.
         deterministic: as for `indexer_scores`.
         backend: see `vime_kernels.set_backend`.
 
@@ -226,6 +225,10 @@ def lightning_indexer(
     """
     op = "lightning_indexer"
     _checks.positive(op, topk=topk)
+    _check_qk(op, q, k, weights, starts=(starts, "S"), ends=(ends, "S"), indices=(indices, f"? S {topk}"))
+    _checks.floating(op, q=q, k=k)  # fp8 has no gradient
+    _checks.int32(op, starts=starts, ends=ends, indices=indices)
+    _checks.picks(op, len(k), indices, (starts, ends))
     if indices is None:
         indices = indexer_topk(
             q,
@@ -239,7 +242,6 @@ def lightning_indexer(
             max_logits_bytes=max_logits_bytes,
             backend=backend,
         )
-    _checks.sizes(op, q=(q, "S H D"), indices=(indices, f"S {topk}"))
     scores = indexer_scores(
         q, k, weights, indices, use_relu=use_relu, deterministic=deterministic, backend=backend
     )
@@ -253,10 +255,40 @@ def _check_qk(
     weights: torch.Tensor | None,
     **others: tuple[torch.Tensor | None, str],
 ) -> dict[str, int]:
-    sizes = _checks.sizes(op, q=(q, "S H D"), k=(k, "N D"), weights=(weights, "S H"), **others)
+    sizes = _checks.sizes(op, q=(q, "S H D"), k=(k, "N D"), weights=(weights, "? S H"), **others)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dtype not in FP8:
             _checks.floating(op, **{name: tensor})
     _checks.floating(op, weights=weights)
     _checks.rows_contiguous(op, q=q, k=k)
     return sizes
+
+
+def _check_ranged(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor | None,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    **others: tuple[torch.Tensor | None, str],
+) -> dict[str, int]:
+    scales = {"q_scale": (q_scale, "? S H"), "k_scale": (k_scale, "? N")}
+    sizes = _check_qk(op, q, k, weights, starts=(starts, "S"), ends=(ends, "S"), **scales, **others)
+    if (q.dtype in FP8) != (k.dtype in FP8):
+        _checks.fail(op, f"q and k both in {FP8[0]} or neither", f"{q.dtype} and {k.dtype}", kind=TypeError)
+    _checks.floating(op, q_scale=q_scale, k_scale=k_scale)
+    _checks.int32(op, starts=starts, ends=ends)
+    return sizes
+
+
+def _check_chosen(op: str, chosen: torch.Tensor, shape: list[int], device: torch.device) -> None:
+    """What a `topk_fn` returned."""
+    got = type(chosen).__name__
+    if isinstance(chosen, torch.Tensor):
+        if chosen.dtype == torch.int32 and list(chosen.shape) == shape and chosen.device == device:
+            return
+        got = f"{chosen.dtype} {list(chosen.shape)} on {chosen.device}"
+    _checks.fail(op, f"topk_fn to return torch.int32 {shape} on {device}", got)

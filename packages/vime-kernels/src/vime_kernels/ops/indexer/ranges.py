@@ -31,6 +31,9 @@ def causal_ranges(
     _checks.cu_seqlens(op, cu_seqlens)
     _checks.positive(op, ratio=ratio)
     if q_positions is None:
+        if not torch.compiler.is_compiling() and not _checks.has_values(cu_seqlens):
+            kind = f"{type(cu_seqlens).__name__} on {cu_seqlens.device}"
+            _checks.fail(op, "q_positions with cu_seqlens that has no values to read", kind)
         q_positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device, dtype=torch.int32)
     _checks.sizes(op, q_positions=(q_positions, "S"), cu_seqlens=(cu_seqlens, "B+1"))
     _checks.int32(op, q_positions=q_positions)

@@ -11,9 +11,11 @@ Source: DeepSeek-V3.2 (arXiv 2512.02556); scale placement of fp8 keys as in Deep
 
 import torch
 
+from vime_kernels._backend import without_autocast
 from vime_kernels._rows import gather
 
 
+@without_autocast
 def logits(
     q_SHD: torch.Tensor, k_ND: torch.Tensor, weights_SH: torch.Tensor | None, *, use_relu: bool
 ) -> torch.Tensor:
@@ -21,6 +23,7 @@ def logits(
     return _head_sum(torch.bmm(q_SHD, k_ND.T.expand(len(q_SHD), -1, -1)), weights_SH, use_relu)
 
 
+@without_autocast
 def logits_at(
     q_SHD: torch.Tensor,
     k_ND: torch.Tensor,

@@ -41,7 +41,7 @@ def indexer_kl_target(
     """
     op = "indexer_kl_target"
     sizes = _checks.sizes(
-        op, query=(query, "S H D"), key=(key, "N D"), indices=(indices, "S K"), lse=(lse, "S H")
+        op, query=(query, "S H D"), key=(key, "N D"), indices=(indices, "S K"), lse=(lse, "? S H")
     )
     _checks.floating(op, query=query, key=key)
     _checks.rows_contiguous(op, query=query, key=key)
@@ -99,7 +99,11 @@ def indexer_kl_loss(
     """
     op = "indexer_kl_loss"
     _checks.sizes(
-        op, scores=(scores, "S K"), target=(target, "S K"), indices=(indices, "S K"), row_mask=(row_mask, "S")
+        op,
+        scores=(scores, "S K"),
+        target=(target, "S K"),
+        indices=(indices, "S K"),
+        row_mask=(row_mask, "? S"),
     )
     _checks.full_precision(op, scores=scores, target=target)
     _checks.int32(op, indices=indices)

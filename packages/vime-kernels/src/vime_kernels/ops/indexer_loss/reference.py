@@ -11,11 +11,13 @@ Source: DeepSeek-V3.2 (arXiv 2512.02556); floors and row weighting of Megatron-L
 
 import torch
 
+from vime_kernels._backend import without_autocast
 from vime_kernels._rows import gather
 
 FLOOR = 1e-10
 
 
+@without_autocast
 def target(
     query_SHD: torch.Tensor,
     key_ND: torch.Tensor,

@@ -161,13 +161,16 @@ def _(gradient: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> torch
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
+    # The kept gradient depends on the scores, so a second derivative is refused there and not taken to be zero.
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
     weight, gradient = ctx.saved_tensors
-    return indexer_kl_loss_bwd(gradient, weight, grad), None, None, None, None, None, None
+    d_scores = None if grad is None else indexer_kl_loss_bwd(gradient, weight, grad)
+    return d_scores, None, None, None, None, None, None
 
 
 indexer_kl_loss.register_autograd(_backward, setup_context=_save)

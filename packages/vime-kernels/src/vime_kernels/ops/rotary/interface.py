@@ -25,7 +25,7 @@ def rotate(
     With `norm_eps` a head is first divided by its root mean square, sqrt(mean(x²) + norm_eps), without a weight.
 
     Args:
-        x_THD: heads [T, H, D], bfloat16, float16, float32 or float64.
+        x_THD: heads [T, H, D], bfloat16, float16, float32 or float64; Triton copies them where they are not contiguous.
         cos_TP: [T, P], float32 (or float64), no gradient.
         sin_TP: as `cos_TP`.
         inverse: turn back by the same angles.
@@ -41,6 +41,11 @@ def rotate(
     found = _checks.sizes(op, x_THD=(x_THD, "T H D"), cos_TP=(cos_TP, "T P"), sin_TP=(sin_TP, "T P"))
     _checks.floating(op, x_THD=x_THD)
     _checks.full_precision(op, cos_TP=cos_TP, sin_TP=sin_TP)
+    if norm_eps is not None:
+        _checks.python_float(op, norm_eps=norm_eps)
+        if not norm_eps >= 0:
+            _checks.fail(op, "norm_eps >= 0, or None for no norm", norm_eps)
+    cos_TP, sin_TP = cos_TP.detach(), sin_TP.detach()
     if 2 * found["P"] > found["D"]:
         _checks.fail(op, f"cos_TP of at most D / 2 = {found['D'] // 2} pairs", found["P"])
     from vime_kernels.ops.rotary import config

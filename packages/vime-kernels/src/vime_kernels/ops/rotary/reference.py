@@ -7,7 +7,7 @@ import torch
 def rotate(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
     """The last 2P channels of each head, as adjacent pairs, turned by the token's angles; the others as they are."""
     pairs = cos_TP.shape[1]
-    still, turning = x_THD[..., : -2 * pairs], x_THD[..., -2 * pairs :]
+    still, turning = x_THD.split([x_THD.shape[-1] - 2 * pairs, 2 * pairs], -1)
     even, odd = turning.unflatten(-1, (pairs, 2)).unbind(-1)
     cos, sin = cos_TP[:, None], sin_TP[:, None]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)

@@ -5,6 +5,9 @@ A program holds some heads with all their channels as (even, odd) pairs; channel
 Without a norm the gradient is the inverse rotation. With it, g' being that and s = 1 / sqrt(mean(x²) + eps),
 
     dx = s · g' - x · s³ · mean(x · g')
+
+Sums of two products are written as `fma`: which product of `a * b + c * d` is rounded, the compiler decides anew for
+each register, so that a head's bits would depend on its place in the program.
 """
 
 from typing import Any
@@ -62,12 +65,13 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     even, odd = _pairs(X, rows, n_rows, D, BLOCK_R, BLOCK_D)
     if NORM:
-        scale = tl.rsqrt(tl.sum(even * even + odd * odd, 1) / D + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(tl.fma(even, even, odd * odd), 1) / D + eps)[:, None]
         even, odd = even * scale, odd * scale
     c, s = _angles(cos, sin, rows, n_rows, H, P, D, BLOCK_D)
     if INVERSE:
         s = -s
-    _store(out, even * c - odd * s, odd * c + even * s, rows, n_rows, D, BLOCK_R, BLOCK_D)
+    turned = tl.fma(even, c, -odd * s), tl.fma(odd, c, even * s)
+    _store(out, turned[0], turned[1], rows, n_rows, D, BLOCK_R, BLOCK_D)
 
 
 @triton.jit
@@ -91,11 +95,12 @@ def _rotate_bwd_kernel(  # type: ignore[no-untyped-def]
     if not INVERSE:
         s = -s
     g_even, g_odd = _pairs(grad, rows, n_rows, D, BLOCK_R, BLOCK_D)
-    g_even, g_odd = g_even * c - g_odd * s, g_odd * c + g_even * s
+    g_even, g_odd = tl.fma(g_even, c, -g_odd * s), tl.fma(g_odd, c, g_even * s)
     even, odd = _pairs(X, rows, n_rows, D, BLOCK_R, BLOCK_D)
-    scale = tl.rsqrt(tl.sum(even * even + odd * odd, 1) / D + eps)[:, None]
-    along = scale * scale * scale * (tl.sum(even * g_even + odd * g_odd, 1) / D)[:, None]
-    _store(dX, scale * g_even - along * even, scale * g_odd - along * odd, rows, n_rows, D, BLOCK_R, BLOCK_D)
+    scale = tl.rsqrt(tl.sum(tl.fma(even, even, odd * odd), 1) / D + eps)[:, None]
+    along = scale * scale * scale * (tl.sum(tl.fma(even, g_even, odd * g_odd), 1) / D)[:, None]
+    d_even, d_odd = tl.fma(scale, g_even, -along * even), tl.fma(scale, g_odd, -along * odd)
+    _store(dX, d_even, d_odd, rows, n_rows, D, BLOCK_R, BLOCK_D)
 
 
 @torch.library.custom_op("vime_kernels::rotate", mutates_args=())

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient of the queries of sparse attention for Hopper, with dQ in registers.
+"""Gradient of the queries alone of sparse attention for Hopper, with dQ in registers.
 
 Programs are persistent and specialised as in `gluon_fwd`. Everything is key-major: S' = KV·Qᵀ and dP' = KV·dOᵀ give
 [slots, heads], and dS', transposed, is the left operand of dQ = dS·KV. A tile of keys is let go as soon as dQ has it.
-On request P and dS are left in the workspace from which `triton_bwd` sums the gradient of the keys in a fixed order;
-where their order is free, `gluon_bwd_keys` forms both gradients in one kernel.
+Leaves a backward with gradients of the keys to `fused_bwd`.
 
 Source: the producer and consumer roles of FlashAttention-3 (arXiv 2407.08608).
 """
@@ -34,7 +33,6 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     count_tiles,
     head_lines,
     row_sources,
-    store_tile,
     sum_in_thread,
     tile_rows,
 )
@@ -47,10 +45,10 @@ TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 @gluon.jit
 def consume(  # type: ignore[no-untyped-def]
     starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, dlse, dq, dsink,
-    p_ws, ds_ws, slots_a, slots, n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
-    q_s, do_s, qt_s, kv_s, kvt_s, p_s, ds_s, head_s, full, empty, q_full, q_empty,
+    n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
+    q_s, do_s, qt_s, kv_s, kvt_s, ds_s, head_s, full, empty, q_full, q_empty,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, NEEDS_KV: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr,
 ):  # fmt: skip
     """Consumers: both warpgroups run this together."""
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -125,8 +123,7 @@ def consume(  # type: ignore[no-untyped-def]
                 if HAS_SINK:
                     exact += sum_in_thread(p * dp)
                 ds = p * (dp - head_s.index(1).load(COLS)[None, :]) * scale
-                p_s.store(p.to(p_s.dtype))
-                ds_s.store(ds.to(p_s.dtype))
+                ds_s.store(ds.to(ds_s.dtype))
                 fence_async_shared()
                 gl.thread_barrier()
                 ds_t = ds_s.permute((1, 0))
@@ -140,10 +137,6 @@ def consume(  # type: ignore[no-untyped-def]
                 else:
                     dq0, dq1, dq2, dq3 = warpgroup_mma_wait(0, deps=[dq0, dq1, dq2, dq3])
                 mbarrier.arrive(empty.index(0))
-                if NEEDS_KV:
-                    slot = gl.where(i < tiles_a, i * BK, slots_a + (i - tiles_a) * BK)
-                    store_tile(p_ws, p_s, row * slots, slot, slots, hb, H)
-                    store_tile(ds_ws, ds_s, row * slots, slot, slots, hb, H)
                 t += 1
 
             # Zero again: addresses worked out here do not stay in registers from above the loop.
@@ -159,10 +152,10 @@ def consume(  # type: ignore[no-untyped-def]
                 delta_exact = gl.convert_layout(gl.sum(gl.sum(exact, axis=1), axis=0), COLS)
                 gl.store(dsink + row * H + heads, -delta_exact * p_sink, mask=live)
             # Nobody reads the queries any more: their buffers turn dQ into whole lines.
-            q_s.index(0).store(dq0.to(p_s.dtype))
-            q_s.index(1).store(dq1.to(p_s.dtype))
-            q_s.index(2).store(dq2.to(p_s.dtype))
-            q_s.index(3).store(dq3.to(p_s.dtype))
+            q_s.index(0).store(dq0.to(ds_s.dtype))
+            q_s.index(1).store(dq1.to(ds_s.dtype))
+            q_s.index(2).store(dq2.to(ds_s.dtype))
+            q_s.index(3).store(dq3.to(ds_s.dtype))
             dq_ptr, o_live = head_lines(dq + row * H * D, D, last, H)
             for c in gl.static_range(CHUNKS):
                 gl.store(dq_ptr + c * DC, q_s.index(c).load(STORE), mask=o_live)
@@ -171,10 +164,10 @@ def consume(  # type: ignore[no-untyped-def]
                 td = gl.arange(0, 64, layout=gl.SliceLayout(0, TAIL))
                 t_live = (t_heads < H)[:, None] & (td >= 0)[None, :]
                 t_ptr = dq + row * H * D + t_heads[:, None] * D + CHUNKS * DC + td[None, :]
-                gl.store(t_ptr, dqt.to(p_s.dtype), mask=t_live)
+                gl.store(t_ptr, dqt.to(ds_s.dtype), mask=t_live)
             mbarrier.arrive(q_empty.index(0))
         else:
-            nothing = gl.zeros([BH, DC], p_s.dtype, STORE)
+            nothing = gl.zeros([BH, DC], ds_s.dtype, STORE)
             dq_ptr, o_live = head_lines(dq + row * H * D, D, hb, H)
             for c in gl.static_range(CHUNKS):
                 gl.store(dq_ptr + c * DC, nothing, mask=o_live)
@@ -188,10 +181,10 @@ def consume(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["n_a", "n_b", "K", "work"])  # the compiler fails on a K of 1 that it knows
 def backward_kernel(  # type: ignore[no-untyped-def]
     q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, do, dlse, dq, dsink,
-    p_ws, ds_ws, slots_a, slots, n_a, n_b, H, K, scale, work, head_blocks,
+    n_a, n_b, H, K, scale, work, head_blocks,
     stride_qs, stride_qh, stride_a, stride_b, stride_is, stride_os, stride_oh, stride_gs, stride_gh,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, NEEDS_KV: gl.constexpr,
+    HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers of one program, then its two roles."""
     PER_TILE: gl.constexpr = CHUNKS + (1 if DT > 0 else 0)
@@ -200,7 +193,6 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     q_s = gl.allocate_shared_memory(dtype, [CHUNKS, BH, DC], SHARED)
     do_s = gl.allocate_shared_memory(dtype, [CHUNKS, BH, DC], SHARED)
     kv_s = gl.allocate_shared_memory(dtype, [CHUNKS, BK, DC], SHARED)
-    p_s = gl.allocate_shared_memory(dtype, [BK, BH], SHARED)
     ds_s = gl.allocate_shared_memory(dtype, [BK, BH], SHARED)
     head_s = gl.allocate_shared_memory(gl.float32, [2, BH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tail_layout: gl.constexpr = gl.NVMMASharedLayout(128 if DT > 0 else 32, 16, 2)
@@ -221,9 +213,9 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         [
             (consume, (
                 starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, dlse, dq, dsink,
-                p_ws, ds_ws, slots_a, slots, n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
-                q_s, do_s, qt_s, kv_s, kvt_s, p_s, ds_s, head_s, full, empty, q_full, q_empty,
-                DT, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, NEEDS_KV,
+                n_a, n_b, H, K, scale, work, head_blocks, stride_is, stride_os, stride_oh,
+                q_s, do_s, qt_s, kv_s, kvt_s, ds_s, head_s, full, empty, q_full, q_empty,
+                DT, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE,
             )),
             (produce_backward, (
                 q, do, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths,
@@ -237,7 +229,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def query_step(
+def backward(
     q: torch.Tensor,
     sources: Sources,
     sink: torch.Tensor | None,
@@ -245,27 +237,24 @@ def query_step(
     lse: torch.Tensor,
     do: torch.Tensor,
     dlse: torch.Tensor | None,
-    dq: torch.Tensor,
-    dsink: torch.Tensor | None,
-    p_ws: torch.Tensor,
-    ds_ws: torch.Tensor,
-    slots_a: int,
-    slots: int,
     scale: float,
-    needs_kv: bool,
-) -> None:
-    """As `triton_bwd_query.query_step`, for widths 512 and 512 + 64."""
+) -> tuple[torch.Tensor, None, None, torch.Tensor | None]:
+    """As `triton_bwd.backward` without gradients of the keys, for widths 512 and 512 + 64."""
     S, H, D = q.shape
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dsink_SH = torch.empty((S, H), dtype=torch.float32, device=q.device) if sink is not None else None
     args = sources.kernel_arguments(q)
     dummy = host_or_dummy(q)
     head_blocks = -(-H // 64)
     work = S * head_blocks
     programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    backward_kernel[(programs,)](
-        q, *args.tensors, dummy(sink), out, lse, do, dummy(dlse), dq, dummy(dsink),
-        p_ws, ds_ws, slots_a, slots, args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
-        q.stride(0), q.stride(1), args.stride_a, args.stride_b, args.stride_is,
-        out.stride(0), out.stride(1), do.stride(0), do.stride(1),
-        DT=D - out.shape[-1], HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
-        HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, NEEDS_KV=needs_kv, num_warps=8,
-    )  # fmt: skip
+    if programs:
+        backward_kernel[(programs,)](
+            q, *args.tensors, dummy(sink), out, lse, do, dummy(dlse), dq, dummy(dsink_SH),
+            args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
+            q.stride(0), q.stride(1), args.stride_a, args.stride_b, args.stride_is,
+            out.stride(0), out.stride(1), do.stride(0), do.stride(1),
+            DT=D - out.shape[-1], HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
+            HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, num_warps=8,
+        )  # fmt: skip
+    return dq, None, None, None if dsink_SH is None else dsink_SH.sum(0)

@@ -6,15 +6,15 @@ forms S' = KV·Qᵀ, the other dP' = KV·dOᵀ; each gives one half of the heads
 has both of, and owns half of the channels of dQ. A fourth warpgroup takes P and dS into registers, forms
 dKV = dS'·Q + P'·dO and adds it with float32 atomics while the consumers are at the next tile. Which rows a tile holds
 reaches everyone through shared memory: a load from global memory would queue behind the atomics, and so would a
-spilled register, of which the loops have next to none. The order of the atomics is not fixed. Leaves the 64 channels
-of a tail to `gluon_bwd_wide`, and dQ alone to `gluon_bwd`.
+spilled register, of which the loops have none; queries and dQ go through the bulk copy engine. The order of the
+atomics is not fixed; with a dkv of 16 bits rows are stored by rank instead (`fused_bwd`). Leaves the 64 channels of a
+tail to `gluon_bwd_wide`, and dQ alone to `gluon_bwd`.
 
 What binds is the bandwidth of shared memory, from which the tensor cores read, and of the L2 cache, which adds.
 
 Source: warp roles as in FlashAttention-3 (arXiv 2407.08608).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vime_kernels.ops.sparse_attention.gluon_bwd_heads import head_terms, of_row
 from vime_kernels.ops.sparse_attention.gluon_bwd_roles import (
     HB,
     SCORES,
@@ -34,7 +37,6 @@ from vime_kernels.ops.sparse_attention.gluon_bwd_roles import (
     D,
     add_keys,
     chunk,
-    head_terms,
     produce_rows,
 )
 from vime_kernels.ops.sparse_attention.gluon_tiles import (
@@ -43,12 +45,9 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     DC,
     LOG2E,
     SHARED,
-    count_tiles,
-    row_sources,
     seen_by,
 )
 from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
-from vime_kernels.ops.sparse_attention.triton_places import in_order, used_lengths
 
 CHUNK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ALL_HEADS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -65,6 +64,9 @@ FOURS = gl.constexpr(
 LENT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 # Swizzled in lines of 32 elements, so that half of the heads, or one piece, is a tile of its own.
 HALVES = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+# The same bytes, as a block of heads of one query row.
+HALVES_3 = gl.NVMMASharedLayout(64, 16, 3)
+SHARED_3 = gl.NVMMASharedLayout(128, 16, 3)
 
 
 @gluon.jit
@@ -93,13 +95,16 @@ def lend(x, smem):  # type: ignore[no-untyped-def]
 @gluon.jit
 def borrow(smem):  # type: ignore[no-untyped-def]
     """Loads what `lend` stored."""
-    x = gl.permute(gl.reshape(smem.load(FOURS), [HB // 8, BK // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    x = gl.permute(
+        gl.reshape(smem.load(FOURS), [HB // 8, BK // 16, 8, 4, 2, 2]),
+        (1, 4, 2, 0, 3, 5),
+    )
     return gl.convert_layout(gl.reshape(x, [BK, HB]), SCORES, assert_trivial=True)
 
 
 @gluon.jit
 def consume(  # type: ignore[no-untyped-def]
-    ranges, sink, out, lse, dlse, dq, dsink, H, scale, work, head_blocks, stride_os, stride_oh, bufs, bars,
+    ranges, sink, out, lse, dlse, dq, dq_desc, dsink, H, scale, work, head_blocks, stride_os, stride_oh, bufs, bars,
     ME: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
@@ -110,33 +115,24 @@ def consume(  # type: ignore[no-untyped-def]
     scale_log2 = scale * LOG2E
     t = 0
     r = 0
+    tiles, o0, o1, o2, o3, lse_keys, sinks = of_row(
+        gl.program_id(0), work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
+        ME, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
+    )  # fmt: skip
     for w in range(gl.program_id(0), work, gl.num_programs(0)):
         row = (w // head_blocks).to(gl.int64)
         hb = w % head_blocks
-        start_a, end_a, _, count_b = row_sources(row, *ranges, HAS_A, KIND_B, HAS_LENGTHS)
-        _, tiles = count_tiles(start_a, end_a, count_b)
+        busy = tiles > 0
         if tiles > 0:
-            total, delta = head_terms(
-                row,
-                hb,
-                sink,
-                out,
-                lse,
-                dlse,
-                H,
-                stride_os,
-                stride_oh,
-                do_s,
-                q_full,
-                r & 1,
-                ME,
-                HAS_SINK,
-                HAS_DLSE,
-            )
+            total, delta, p_sink = head_terms(
+                row, hb, o0, o1, o2, o3, lse_keys, sinks, dlse, H, q_s, do_s, q_s, q_full, r & 1,
+                0, ME, HAS_SINK, HAS_DLSE, HEADS,
+            )  # fmt: skip
             r += 1
-            # Two numbers a head, read again for every tile: registers are what this kernel has least of.
-            head_s.index(2 * ME).store(total)
-            head_s.index(2 * ME + 1).store(delta)
+            # Three numbers a head, read again for every tile: registers are what this kernel has least of.
+            head_s.index(3 * ME).store(total)
+            head_s.index(3 * ME + 1).store(delta)
+            head_s.index(3 * ME + 2).store(p_sink)
             dq0 = gl.zeros([BH, DC], gl.float32, CHUNK)
             dq1 = gl.zeros([BH, DC], gl.float32, CHUNK)
             exact = sum_in_thread(gl.zeros([BK, HB], gl.float32, SCORES))
@@ -169,15 +165,18 @@ def consume(  # type: ignore[no-untyped-def]
                 else:
                     s = borrow(lent_s.index(0))
                     dp = last
-                p = gl.exp2(s * scale_log2 - head_s.index(2 * ME).load(COLS)[None, :])
+                p = gl.exp2(s * scale_log2 - head_s.index(3 * ME).load(COLS)[None, :])
                 if HEADS > 0:
                     column = ME * HB + gl.arange(0, HB, layout=COLS)[None, :]
-                    p = gl.where(seen_by(slots, column, HEADS), p, 0.0)
+                    seen = seen_by(slots, column, HEADS)
+                    p = gl.where(seen, p, 0.0)
+                    # Of a row without keys it may be NaN.
+                    dp = gl.where(seen, dp, 0.0)
                 else:
                     p = gl.where(slots >= 0, p, 0.0)
                 if HAS_SINK:
                     exact += sum_in_thread(p * dp)
-                ds = (p * (dp - head_s.index(2 * ME + 1).load(COLS)[None, :]) * scale).to(p_s.dtype)
+                ds = (p * (dp - head_s.index(3 * ME + 1).load(COLS)[None, :]) * scale).to(p_s.dtype)
                 mbarrier.wait(ds_empty.index(0), (t & 1) ^ 1)
                 p_s.slice(ME * HB, HB, dim=1).store(p.to(p_s.dtype))
                 ds_s.slice(ME * HB, HB, dim=1).store(ds)
@@ -199,24 +198,22 @@ def consume(  # type: ignore[no-untyped-def]
             # My chunks of the last tile are still mine: they turn dQ into whole lines.
             kv_s.index(2 * ME).store(dq0.to(p_s.dtype))
             kv_s.index(2 * ME + 1).store(dq1.to(p_s.dtype))
-            d_heads = last * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, STORE))
-            d = ME * 2 * DC + gl.arange(0, DC, layout=gl.SliceLayout(0, STORE))
-            dq_ptr = dq + row * H * D + d_heads[:, None] * D + d[None, :]
-            d_live = (d_heads < H)[:, None] & (d >= 0)[None, :]
-            gl.store(dq_ptr, kv_s.index(2 * ME).load(STORE), mask=d_live)
-            gl.store(dq_ptr + DC, kv_s.index(2 * ME + 1).load(STORE), mask=d_live)
-            mbarrier.arrive(empty.index(2 * ME))
-            mbarrier.arrive(empty.index(2 * ME + 1))
+            fence_async_shared()
+            at = row.to(gl.int32)
+            tma.async_copy_shared_to_global(
+                dq_desc, [at, last * BH, 2 * ME * DC],
+                kv_s.index(2 * ME)._reinterpret(p_s.dtype, [1, BH, DC], dq_desc.layout),
+            )  # fmt: skip
+            tma.async_copy_shared_to_global(
+                dq_desc, [at, last * BH, (2 * ME + 1) * DC],
+                kv_s.index(2 * ME + 1)._reinterpret(p_s.dtype, [1, BH, DC], dq_desc.layout),
+            )  # fmt: skip
             if HAS_SINK:
                 heads = last * BH + ME * HB + gl.arange(0, HB, layout=COLS)
-                live = heads < H
                 # From float32 products: delta itself comes from the rounded output, and dsink is a sum of such deltas.
-                sink_log2 = gl.load(sink + heads, mask=live, other=float("-inf")) * LOG2E
-                p_sink = gl.where(
-                    sink_log2 > float("-inf"), gl.exp2(sink_log2 - head_s.index(2 * ME).load(COLS)), 0.0
-                )
                 delta_exact = gl.convert_layout(gl.sum(gl.sum(exact, axis=1), axis=0), COLS)
-                gl.store(dsink + row * H + heads, -delta_exact * p_sink, mask=live)
+                p_sink = head_s.index(3 * ME + 2).load(COLS)
+                gl.store(dsink + row * H + heads, -delta_exact * p_sink, mask=heads < H)
         else:
             d_heads = hb * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, STORE))
             d = ME * 2 * DC + gl.arange(0, DC, layout=gl.SliceLayout(0, STORE))
@@ -228,18 +225,28 @@ def consume(  # type: ignore[no-untyped-def]
             if HAS_SINK:
                 heads = hb * BH + ME * HB + gl.arange(0, HB, layout=COLS)
                 gl.store(dsink + row * H + heads, gl.zeros([HB], gl.float32, COLS), mask=heads < H)
+        # The next row's, under what is still being stored of this one.
+        tiles, o0, o1, o2, o3, lse_keys, sinks = of_row(
+            w + gl.num_programs(0), work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
+            ME, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
+        )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(2 * ME), pred=busy)
+        mbarrier.arrive(empty.index(2 * ME + 1), pred=busy)
 
 
 @gluon.jit(do_not_specialize=["n_a", "n_b", "work"])
 def backward_kernel(  # type: ignore[no-untyped-def]
-    q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse, do, dlse, dq, dsink, dkv,
+    q_desc, qt_desc, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, rank,
+    sink, out, lse, do_desc, dlse, dq, dq_desc, dsink, dkv,
     n_a, n_b, H, K, scale, work, head_blocks,
-    stride_qs, stride_qh, stride_a, stride_b, stride_is, stride_os, stride_oh, stride_gs, stride_gh,
+    stride_a, stride_b, stride_is, stride_rank, stride_os, stride_oh,
     HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_DLSE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers of one program, then its four roles."""
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
+    ORDERED: gl.constexpr = dkv.dtype.element_ty != gl.float32
     q_s = gl.allocate_shared_memory(dtype, [4, BH, DC], HALVES)
     do_s = gl.allocate_shared_memory(dtype, [4, BH, DC], HALVES)
     kv_s = gl.allocate_shared_memory(dtype, [4, BK, DC], SHARED)
@@ -247,7 +254,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     ds_s = gl.allocate_shared_memory(dtype, [BK, BH], HALVES)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lent_s = gl.allocate_shared_memory(gl.float32, [2, 4, 128, 4], LENT)
-    head_s = gl.allocate_shared_memory(gl.float32, [4, HB], flat)
+    head_s = gl.allocate_shared_memory(gl.float32, [6, HB], flat)
     rows_s = gl.allocate_shared_memory(gl.int32, [2, BK], flat)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
@@ -261,10 +268,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     for c in gl.static_range(4):
         mbarrier.init(full.index(c), count=128)
         mbarrier.init(empty.index(c), count=1)
-        mbarrier.init(q_full.index(c), count=128)
+        mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_empty.index(c), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(rows_full.index(i), count=1)
+        mbarrier.init(rows_full.index(i), count=128 if ORDERED else 1)
     mbarrier.init(ds_full.index(0), count=2)
     mbarrier.init(ds_empty.index(0), count=3)
     mbarrier.init(lent_full.index(0), count=2)
@@ -276,29 +283,29 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (consume, (
-                ranges, sink, out, lse, dlse, dq, dsink, H, scale, work, head_blocks, stride_os, stride_oh,
+                ranges, sink, out, lse, dlse, dq, dq_desc, dsink, H, scale, work, head_blocks, stride_os, stride_oh,
                 bufs, bars, 0, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, HEADS,
             )),
             (consume, (
-                ranges, sink, out, lse, dlse, dq, dsink, H, scale, work, head_blocks, stride_os, stride_oh,
+                ranges, sink, out, lse, dlse, dq, dq_desc, dsink, H, scale, work, head_blocks, stride_os, stride_oh,
                 bufs, bars, 1, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, HEADS,
             )),
             (add_keys, (
-                ranges, dkv, work, head_blocks, q_s, do_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
+                ranges, dkv, work, head_blocks, q_s, do_s, q_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
                 0, HAS_A, KIND_B, HAS_LENGTHS,
             )),
             (produce_rows, (
-                q, do, kv_a, kv_b, ranges, indices, n_a, n_b, H, work, head_blocks,
-                stride_qs, stride_qh, stride_gs, stride_gh, stride_a, stride_b, stride_is,
+                q_desc, do_desc, q_desc, kv_a, kv_b, ranges, indices, rank, n_a, n_b, work, head_blocks,
+                stride_a, stride_b, stride_is, stride_rank,
                 q_s, do_s, q_s, kv_s, kv_s, rows_s, full, empty, rows_full, q_full, q_empty,
-                0, HAS_A, KIND_B, HAS_LENGTHS,
+                0, HAS_A, KIND_B, HAS_LENGTHS, ORDERED,
             )),
         ],
         [4, 4, 4], [192, 96, 32],
     )  # fmt: skip
 
 
-def backward(
+def launch(
     q: torch.Tensor,
     sources: Sources,
     sink: torch.Tensor | None,
@@ -306,35 +313,34 @@ def backward(
     lse: torch.Tensor,
     do: torch.Tensor,
     dlse: torch.Tensor | None,
+    dq: torch.Tensor,
+    dsink_SH: torch.Tensor | None,
+    dkv: torch.Tensor,
+    rank: torch.Tensor | None,
     scale: float,
     *,
     kernel: Any = backward_kernel,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """As `triton_bwd.backward`, with the gradients of kv in its dtype; `kernel` is the one for the width of q."""
-    S, H, _ = q.shape
-    n_a, n_b = (0 if kv is None else len(kv) for kv in (sources.kv_a, sources.kv_b))
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dsink_SH = torch.empty((S, H), dtype=torch.float32, device=q.device) if sink is not None else None
-    dkv = torch.zeros((n_a + n_b, q.shape[-1]), dtype=torch.float32, device=q.device)
-    if S and H:
-        if sources.indices is not None and not sources.heads:
-            sources = replace(sources, lengths=used_lengths(sources.indices, sources.lengths, n_b))
-        args = sources.kernel_arguments(q)
-        dummy = host_or_dummy(q)
-        head_blocks = -(-H // 64)
-        work = S * head_blocks
-        programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
-        kernel[(programs,)](
-            q, *args.tensors, dummy(sink), out, lse, do, dummy(dlse), dq, dummy(dsink_SH), dkv,
-            args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
-            q.stride(0), q.stride(1), args.stride_a, args.stride_b, args.stride_is,
-            out.stride(0), out.stride(1), do.stride(0), do.stride(1),
-            HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
-            HAS_SINK=sink is not None, HAS_DLSE=dlse is not None, HEADS=sources.heads, num_warps=4,
-        )  # fmt: skip
-    return (
-        dq,
-        in_order(dkv[:n_a], sources.kv_a),
-        in_order(dkv[n_a:], sources.kv_b),
-        None if dsink_SH is None else dsink_SH.sum(0),
-    )
+) -> None:
+    """Writes dq and dsink_SH. Adds to the rows of a float32 dkv; else stores the rows of slots there, by rank.
+
+    `kernel` is the one for the width of q.
+    """
+    (S, H, _), args, dummy = q.shape, sources.kernel_arguments(q), host_or_dummy(q)
+    head_blocks = -(-H // 64)
+    work = S * head_blocks
+    programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    kernel[(programs,)](
+        _heads(q, HALVES_3), _heads(q, HALVES_3, 64), *args.tensors, dummy(rank),
+        dummy(sink), out, lse, _heads(do, HALVES_3), dummy(dlse), dq, _heads(dq, SHARED_3), dummy(dsink_SH), dkv,
+        args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
+        args.stride_a, args.stride_b, args.stride_is, 0 if rank is None else rank.stride(0),
+        out.stride(0), out.stride(1),
+        HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths, HAS_SINK=sink is not None,
+        HAS_DLSE=dlse is not None, HEADS=sources.heads, num_warps=4,
+    )  # fmt: skip
+
+
+def _heads(x_SHD: torch.Tensor, layout: gl.NVMMASharedLayout, channels: int = 128) -> TensorDescriptor:
+    """64 heads and so many channels of one query row at a time; behind the last head there is nothing."""
+    x_SHD = x_SHD.contiguous() if 0 in x_SHD.stride() else x_SHD
+    return TensorDescriptor.from_tensor(x_SHD, [1, 64, channels], layout)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `gluon_bwd_keys` and `gluon_bwd_wide` share: the fourth warpgroup, the producer, and terms of a head.
+"""What `gluon_bwd_keys` and `gluon_bwd_wide` share: the fourth warpgroup and the producer.
 
 The tiles' shapes and layouts are those of its module docstring. Layout of the float32 sum of dKV: of every 16 channels,
 place 4q + 2h + e holds channel 8h + 2q + e. That is how the threads of a warpgroup hold a product: four neighbouring
-places are in one thread, and one exchange between two lanes gives whole lines of 128 bytes. The idea is cuDNN's.
+places are in one thread, and one exchange between two lanes gives whole lines of 128 bytes. The idea is cuDNN's. Of
+rows that are stored (a dkv of 16 bits, in deterministic mode), of every 32 channels place 8q + 2h + e holds the same:
+16 bytes a thread without an exchange.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -21,10 +23,7 @@ from vime_kernels.ops.sparse_attention.gluon_tiles import (
     BK,
     COPY_T,
     DC,
-    LARGE,
-    LOG2E,
     buffer_of,
-    copy_heads,
     copy_tile,
     count_tiles,
     row_of,
@@ -59,7 +58,18 @@ LINES = gl.constexpr(
         [64, 32],
     )
 )
+# SCORES with 32 channels in the places of rows that are stored: a thread has eight neighbouring places of two rows.
+RUNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 32],
+    )
+)
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+RANKS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.constexpr_function
@@ -68,58 +78,28 @@ def chunk(k):  # type: ignore[no-untyped-def]
     return (k % 2) * 2 + k // 2
 
 
-@gluon.jit
-def head_terms(  # type: ignore[no-untyped-def]
-    row, hb, sink, out, lse, dlse, H, stride_os, stride_oh, do_s, q_full, phase,
-    ME: gl.constexpr, HAS_SINK: gl.constexpr, HAS_DLSE: gl.constexpr,
-):  # fmt: skip
-    """Of a consumer's heads: log2 of the whole softmax's sum, and delta = <o, do> less the gradient of lse."""
-    COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    heads = hb * BH + ME * HB + gl.arange(0, HB, layout=COLS)
-    live = heads < H
-    o_heads = hb * BH + ME * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, STORE))
-    d = gl.arange(0, DC, layout=gl.SliceLayout(0, STORE))
-    o_ptr = out + row * stride_os + o_heads[:, None] * stride_oh + d[None, :]
-    o_live = (o_heads < H)[:, None] & (d >= 0)[None, :]
-    # All loads before the first wait.
-    o0 = gl.load(o_ptr, mask=o_live, other=0.0)
-    o1 = gl.load(o_ptr + DC, mask=o_live, other=0.0)
-    o2 = gl.load(o_ptr + 2 * DC, mask=o_live, other=0.0)
-    o3 = gl.load(o_ptr + 3 * DC, mask=o_live, other=0.0)
-    lse_keys = gl.load(lse + row * H + heads, mask=live, other=float("inf")) * LOG2E
-    total = lse_keys
-    if HAS_SINK:
-        sink_log2 = gl.load(sink + heads, mask=live, other=float("-inf")) * LOG2E
-        peak = gl.maximum(gl.maximum(lse_keys, sink_log2), -3.0e38)
-        joint = peak + gl.log2(gl.exp2(lse_keys - peak) + gl.exp2(sink_log2 - peak))
-        total = gl.where(live, joint, float("inf"))
-    prod = times_do(o0, do_s, q_full, phase, ME, 0)
-    prod += times_do(o1, do_s, q_full, phase, ME, 1)
-    prod += times_do(o2, do_s, q_full, phase, ME, 2)
-    prod += times_do(o3, do_s, q_full, phase, ME, 3)
-    delta = gl.convert_layout(gl.sum(prod, axis=1), COLS)
-    if HAS_DLSE:
-        grad = gl.load(dlse + row * H + heads, mask=live, other=0.0)
-        share = gl.where(lse_keys > float("-inf"), gl.exp2(gl.minimum(total - lse_keys, LARGE)), 0.0)
-        delta -= gl.where(live, grad * share, 0.0)
-    return total, delta
+@gluon.constexpr_function
+def first_channel(j, tail):  # type: ignore[no-untyped-def]
+    """Of the j-th piece of dKV: `tail` pieces of the channels from 512 on, then the others in order."""
+    return D.value + j * PIECE.value if j < tail else (j - tail) * PIECE.value
 
 
 @gluon.jit
-def times_do(o, do_s, q_full, phase, ME: gl.constexpr, c: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One chunk of o · do."""
-    mbarrier.wait(q_full.index(c), phase)
-    return o.to(gl.float32) * do_s.index(c).slice(ME * HB, HB, dim=0).load(STORE).to(gl.float32)
-
-
-@gluon.jit
-def piece(q_s, do_s, p, ds, z, j: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start channels [PIECE j, PIECE (j + 1)) of dKV."""
-    PER_CHUNK: gl.constexpr = DC // PIECE
-    at: gl.constexpr = (j % PER_CHUNK) * PIECE
+def piece(q_s, do_s, qt_s, p, ds, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of one piece of dKV."""
+    first: gl.constexpr = first_channel(j, TAIL)
     acc = gl.zeros([BK, PIECE], gl.float32, SCORES)
-    acc = warpgroup_mma(ds, q_s.index(z + j // PER_CHUNK).slice(at, PIECE, dim=1), acc, is_async=True)
-    return warpgroup_mma(p, do_s.index(z + j // PER_CHUNK).slice(at, PIECE, dim=1), acc, is_async=True)
+    if first >= D:
+        # Values have no part in them.
+        acc = warpgroup_mma(ds, qt_s.index(z).slice(first - D, PIECE, dim=1), acc, is_async=True)
+    else:
+        acc = warpgroup_mma(
+            ds, q_s.index(z + first // DC).slice(first % DC, PIECE, dim=1), acc, is_async=True
+        )
+        acc = warpgroup_mma(
+            p, do_s.index(z + first // DC).slice(first % DC, PIECE, dim=1), acc, is_async=True
+        )
+    return acc
 
 
 @gluon.jit
@@ -131,87 +111,109 @@ def lines(acc):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def targets(dkv, rows_s, t, DT: gl.constexpr, KIND_B: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a piece of dKV of tile t is added, and which of its slots are keys."""
-    rows = rows_s.index(t & 1).load(gl.SliceLayout(1, LINES))
-    target = rows
-    if KIND_B == "united":
-        target = row_of(rows)
-    d = gl.arange(0, PIECE, layout=gl.SliceLayout(0, LINES))
-    ok = (rows >= 0)[:, None] & (d >= 0)[None, :]
-    return dkv + (target.to(gl.int64) * (D + DT))[:, None] + d[None, :], ok
+def runs(acc):  # type: ignore[no-untyped-def]
+    """A product with its channels in the places of rows that are stored."""
+    x = gl.permute(gl.reshape(acc, [BK, PIECE // 8, 4, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(x, [BK, PIECE]), RUNS, assert_trivial=True)
+
+
+@gluon.jit
+def targets(  # type: ignore[no-untyped-def]
+    dkv, rows, block, blocks, rows_s, t, DT: gl.constexpr, KIND_B: gl.constexpr, ORDERED: gl.constexpr
+):  # fmt: skip
+    """Where a piece of dKV of tile t goes, and which of its slots are keys.
+
+    Atomics with a condition would be branches. So slots without a key add their zeros behind the last of `rows`, and
+    each to a row of its own, as programs would wait for each other at one.
+    """
+    layout: gl.constexpr = RUNS if ORDERED else LINES
+    slots = rows_s.index(t & 1).load(gl.SliceLayout(1, layout))
+    valid = slots >= 0
+    if ORDERED:
+        target = slots * blocks + block
+    else:
+        target = slots
+        if KIND_B == "united":
+            target = row_of(slots)
+        target = gl.where(valid, target, rows + gl.arange(0, BK, layout=gl.SliceLayout(1, layout)))
+    d = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
+    return dkv + (target.to(gl.int64) * (D + DT))[:, None] + d[None, :], valid[:, None] & (d >= 0)[None, :]
+
+
+@gluon.jit
+def put(ptrs, acc, ok, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds a piece of dKV to its rows, or stores it where every slot has a row of its own."""
+    if ORDERED:
+        gl.store(ptrs, runs(acc).to(ptrs.dtype.element_ty), mask=ok)
+    else:
+        gl.atomic_add(ptrs, lines(acc), sem="relaxed")
+    # ptxas would put it off until the products of later pieces have no registers.
+    gl.thread_barrier()
+
+
+@gluon.jit
+def tiles_of(  # type: ignore[no-untyped-def]
+    w, work, head_blocks, ranges, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr
+):  # fmt: skip
+    """Tiles of a row; behind the last row, of the last."""
+    row = (gl.minimum(w, work - 1) // head_blocks).to(gl.int64)
+    start_a, end_a, _, count_b = row_sources(row, *ranges, HAS_A, KIND_B, HAS_LENGTHS)
+    _, tiles = count_tiles(start_a, end_a, count_b)
+    return tiles
 
 
 @gluon.jit
 def add_keys(  # type: ignore[no-untyped-def]
-    ranges, dkv, work, head_blocks, q_s, do_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
+    ranges, dkv, work, head_blocks, q_s, do_s, qt_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """The fourth warpgroup: dKV of every tile, piece by piece, the next piece's products under this one's atomics."""
-    PIECES: gl.constexpr = D // PIECE
+    TAIL: gl.constexpr = DT // PIECE
+    PIECES: gl.constexpr = TAIL + D // PIECE
     PER_CHUNK: gl.constexpr = DC // PIECE
+    ORDERED: gl.constexpr = dkv.dtype.element_ty != gl.float32
     t = 0
+    tiles = tiles_of(gl.program_id(0), work, head_blocks, ranges, HAS_A, KIND_B, HAS_LENGTHS)
     for w in range(gl.program_id(0), work, gl.num_programs(0)):
-        row = (w // head_blocks).to(gl.int64)
-        start_a, end_a, _, count_b = row_sources(row, *ranges, HAS_A, KIND_B, HAS_LENGTHS)
-        _, tiles = count_tiles(start_a, end_a, count_b)
+        # A load that waited here would wait for the atomics of the last tile.
+        coming_tiles = tiles_of(w + gl.num_programs(0), work, head_blocks, ranges, HAS_A, KIND_B, HAS_LENGTHS)
         for i in range(0, tiles):
             z = t >> 30
             mbarrier.wait(ds_full.index(0), t & 1)
-            ptrs, ok = targets(dkv, rows_s, t, DT, KIND_B)
-            if DT == 0:
-                # In registers: 16 products read them, and the consumers may write the next ones at once.
-                ds = ds_s.load(LEFT)
-                p = p_s.load(LEFT)
-                mbarrier.arrive(ds_empty.index(0))
-            else:
-                # The consumers of a tail leave no registers for that.
-                ds = ds_s
-                p = p_s
-                fence_async_shared()
-            acc = piece(q_s, do_s, p, ds, z, 0)
+            ptrs, ok = targets(
+                dkv, ranges[5] + ranges[6], w % head_blocks, head_blocks, rows_s, t, DT, KIND_B, ORDERED
+            )
+            # In registers: all products read them, and the consumers may write the next ones at once.
+            ds = ds_s.load(LEFT)
+            p = p_s.load(LEFT)
+            mbarrier.arrive(ds_empty.index(0))
+            acc = piece(q_s, do_s, qt_s, p, ds, z, 0, TAIL)
             for j in gl.static_range(PIECES):
                 if j + 1 < PIECES:
-                    coming = piece(q_s, do_s, p, ds, z, j + 1)
-                    acc = warpgroup_mma_wait(2, deps=[acc])
+                    coming = piece(q_s, do_s, qt_s, p, ds, z, j + 1, TAIL)
+                    acc = warpgroup_mma_wait(1 if j + 1 < TAIL else 2, deps=[acc])
                 else:
                     acc = warpgroup_mma_wait(0, deps=[acc])
-                    if DT > 0:
-                        mbarrier.arrive(ds_empty.index(0))
                 # The next row's queries arrive chunk by chunk, as soon as the last tile has no use for a chunk.
-                if j % PER_CHUNK == PER_CHUNK - 1:
-                    mbarrier.arrive(q_empty.index(j // PER_CHUNK), pred=i + 1 == tiles)
-                gl.atomic_add(ptrs + j * PIECE, lines(acc), mask=ok, sem="relaxed")
+                if j >= TAIL and (j - TAIL) % PER_CHUNK == PER_CHUNK - 1:
+                    mbarrier.arrive(q_empty.index((j - TAIL) // PER_CHUNK), pred=i + 1 == tiles)
+                put(ptrs + first_channel(j, TAIL), acc, ok, ORDERED)
                 if j + 1 < PIECES:
                     acc = coming
             t += 1
-
-
-@gluon.jit
-def add_tail(  # type: ignore[no-untyped-def]
-    dkv, qt_s, ds_s, rows_s, q_empty, ds_empty, t, z, is_last, DT: gl.constexpr, KIND_B: gl.constexpr
-):  # fmt: skip
-    """The channels from 512 on of dKV, which values have no part in: dS'·Q."""
-    ptrs, ok = targets(dkv + D, rows_s, t, DT, KIND_B)
-    for j in gl.static_range(DT // PIECE):
-        acc = gl.zeros([BK, PIECE], gl.float32, SCORES)
-        acc = warpgroup_mma(ds_s, qt_s.index(z).slice(j * PIECE, PIECE, dim=1), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        if j + 1 == DT // PIECE:
-            mbarrier.arrive(ds_empty.index(0))
-            mbarrier.arrive(q_empty.index(3), pred=is_last)
-        gl.atomic_add(ptrs + j * PIECE, lines(acc), mask=ok, sem="relaxed")
+        tiles = coming_tiles
 
 
 @gluon.jit
 def produce_rows(  # type: ignore[no-untyped-def]
-    q, do, kv_a, kv_b, ranges, indices, n_a, n_b, H, work, head_blocks,
-    stride_qs, stride_qh, stride_gs, stride_gh, stride_a, stride_b, stride_is,
+    q_desc, do_desc, qt_desc, kv_a, kv_b, ranges, indices, rank, n_a, n_b, work, head_blocks,
+    stride_a, stride_b, stride_is, stride_rank,
     q_s, do_s, qt_s, kv_s, kvt_s, rows_s, full, empty, rows_full, q_full, q_empty,
-    DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Producer: tiles of keys and which rows they are, and the queries and output gradients of a row."""
     PICKED: gl.constexpr = gl.SliceLayout(1, COPY_T)
+    nbytes: gl.constexpr = q_desc.block_type.nbytes + do_desc.block_type.nbytes
     t = 0
     r = 0
     for w in range(gl.program_id(0), work, gl.num_programs(0)):
@@ -243,8 +245,13 @@ def produce_rows(  # type: ignore[no-untyped-def]
                 mbarrier.wait(empty.index(chunk(k)), (t & 1) ^ 1)
                 if k == 0:
                     # Two deep, and so free: consumers are past tile t - 1, and the fourth warpgroup past t - 2.
-                    rows_s.index(t & 1).store(gl.where(valid, rows + shift, -1))
-                    mbarrier.arrive(rows_full.index(t & 1))
+                    if ORDERED:
+                        ranks = rank + row * stride_rank + i * BK + gl.arange(0, BK, layout=RANKS)
+                        async_copy.async_copy_global_to_shared(rows_s.index(t & 1), ranks)
+                        async_copy.mbarrier_arrive(rows_full.index(t & 1), increment_count=False)
+                    else:
+                        rows_s.index(t & 1).store(gl.where(valid, rows + shift, -1))
+                        mbarrier.arrive(rows_full.index(t & 1))
                 copy_tile(base, stride, key, valid, kv_s.index(chunk(k)), chunk(k) * DC, DC, COPY_T)
                 async_copy.mbarrier_arrive(full.index(chunk(k)), increment_count=False)
             if DT > 0:
@@ -259,9 +266,16 @@ def produce_rows(  # type: ignore[no-untyped-def]
             if i == 0:
                 for c in gl.static_range(4):
                     mbarrier.wait(q_empty.index(c), (r & 1) ^ 1)
-                    copy_heads(q + row * stride_qs, stride_qh, H, hb, q_s.index(c), c * DC, DC, COPY_T)
-                    copy_heads(do + row * stride_gs, stride_gh, H, hb, do_s.index(c), c * DC, DC, COPY_T)
+                    at = [row.to(gl.int32), hb * BH, c * DC]
                     if DT > 0 and c == 3:
-                        copy_heads(q + row * stride_qs, stride_qh, H, hb, qt_s.index(0), D, DT, COPY_T)
-                    async_copy.mbarrier_arrive(q_full.index(c), increment_count=False)
+                        mbarrier.expect(q_full.index(c), nbytes + qt_desc.block_type.nbytes)
+                        at_t = [row.to(gl.int32), hb * BH, D]
+                        qt_to = qt_s.index(0)._reinterpret(qt_s.dtype, [1, BH, DT], qt_desc.layout)
+                        tma.async_copy_global_to_shared(qt_desc, at_t, q_full.index(c), qt_to)
+                    else:
+                        mbarrier.expect(q_full.index(c), nbytes)
+                    q_to = q_s.index(c)._reinterpret(q_s.dtype, [1, BH, DC], q_desc.layout)
+                    do_to = do_s.index(c)._reinterpret(q_s.dtype, [1, BH, DC], do_desc.layout)
+                    tma.async_copy_global_to_shared(q_desc, at, q_full.index(c), q_to)
+                    tma.async_copy_global_to_shared(do_desc, at, q_full.index(c), do_to)
                 r += 1

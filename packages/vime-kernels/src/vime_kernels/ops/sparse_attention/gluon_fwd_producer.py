@@ -4,8 +4,8 @@
 Only this warpgroup reads ranges and picks. A row's number of pairs of tiles, and for every slot 0 or -inf to add to its
 score, or the word of a united list (`triton_unite`), reach the consumers through shared memory. Empty slots behind a
 row's last key cost nothing: the row ends there. A load takes long behind a gather, so none is waited for when it is
-made: picks are read one pair ahead, one slot a thread, ranges and the picks among which the last key is looked for one
-row ahead.
+made: picks are asked for one pair ahead, in front of a pair's gathers, one slot a thread; ranges and the picks among
+which the last key is looked for one row ahead.
 """
 
 from triton.experimental import gluon
@@ -175,19 +175,20 @@ def produce(  # type: ignore[no-untyped-def]
             if KIND_B != "united":
                 slots_s.index(t & 1).store(gl.where(rows >= 0, 0.0, float("-inf")))
             mbarrier.arrive(slots_full.index(t & 1))
-            for tile in gl.static_range(2):
-                tile_rows = rows_s.index(t & 1).slice(tile * BK, BK).load(gl.SliceLayout(1, COPY))
-                for h in gl.static_range(2):
-                    fill_half(
-                        i + tile < tiles_a, tile_rows, n_a, kv_a, kv_b, stride_a, stride_b, kv_s, full, empty, free,
-                        2 * tile + h, HAS_A, KIND_B,
-                    )  # fmt: skip
-                if DT > 0:
-                    fill_tail(kv_b, stride_b, tile_rows, kvt_s, full, empty, free, tile, DT, KIND_B)
-            t += 1
+            band = tiles_a
             coming = i + 2
             if coming == 2 * pairs:
                 coming = 0
                 start_a, end_a, start_b, count_b, picks_row = clamp_bounds(*read, n_a, n_b, K, KIND_B)
                 tiles_a, tiles = count_tiles(start_a, end_a, count_b)
             picks = load_slots(coming, tiles_a, count_b, picks_row, KIND_B)
+            for tile in gl.static_range(2):
+                tile_rows = rows_s.index(t & 1).slice(tile * BK, BK).load(gl.SliceLayout(1, COPY))
+                for h in gl.static_range(2):
+                    fill_half(
+                        i + tile < band, tile_rows, n_a, kv_a, kv_b, stride_a, stride_b, kv_s, full, empty, free,
+                        2 * tile + h, HAS_A, KIND_B,
+                    )  # fmt: skip
+                if DT > 0:
+                    fill_tail(kv_b, stride_b, tile_rows, kvt_s, full, empty, free, tile, DT, KIND_B)
+            t += 1

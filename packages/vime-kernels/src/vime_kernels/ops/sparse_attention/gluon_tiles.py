@@ -24,8 +24,6 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # the producer's 4 warps
 COPY_T = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # the same for 64 channels
 STORE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # the consumers' 8 warps
-# P and dS on their way to the workspace: whole lines of heads.
-STORE_T = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 
 
 @gluon.jit
@@ -114,7 +112,9 @@ def row_of(word):  # type: ignore[no-untyped-def]
 @gluon.jit
 def seen_by(word, column, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Whether the query row that a column belongs to has the key; HEADS are the columns of a query row."""
-    return (word >= 0) & (((word >> (23 + column // HEADS)) & 1) != 0)
+    # Columns behind the last of eight rows see nothing: bit 31 of a word that names a key is 0.
+    bit = gl.minimum(23 + column // HEADS, 31)
+    return (word >= 0) & (((word >> bit) & 1) != 0)
 
 
 @gluon.jit
@@ -137,12 +137,3 @@ def head_lines(base, stride, hb, H):  # type: ignore[no-untyped-def]
 def sum_in_thread(x):  # type: ignore[no-untyped-def]
     """Adds the two rows of a [slots, heads] product that a thread holds: half the registers, and no exchange."""
     return gl.sum(gl.reshape(x, [BK // 16, 2, 8, BH]), axis=1)
-
-
-@gluon.jit
-def store_tile(workspace, smem, first, slot, slots, hb, H):  # type: ignore[no-untyped-def]
-    """One tile of P or dS, slots by heads, into the workspace."""
-    at = slot + gl.arange(0, BK, layout=gl.SliceLayout(1, STORE_T))
-    heads = hb * BH + gl.arange(0, BH, layout=gl.SliceLayout(0, STORE_T))
-    ptrs = workspace + (first + at)[:, None] * H + heads[None, :]
-    gl.store(ptrs, smem.load(STORE_T), mask=(at < slots)[:, None] & (heads < H)[None, :])

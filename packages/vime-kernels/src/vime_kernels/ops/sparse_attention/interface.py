@@ -42,7 +42,8 @@ def sparse_attention(
         d_v: width of the value, the first d_v channels of kv; None for all of them.
         attn_sink: float32 [H], a score without a value, already scaled; None or -inf for no sink.
         topk_length: int32 [S]; slots from there on are ignored. None for all K.
-        return_lse: also return float32 [S, H] log Σ_j e^{s[h, j]}: natural logarithm, without the sink.
+        return_lse: also return float32 [S, H] (float64 for float64 inputs) log Σ_j e^{s[h, j]}: natural logarithm,
+            without the sink.
         deterministic: True asks for a bitwise repeatable gradient of kv and for rows whose bits do not depend on
             their neighbours, False allows atomics and shared programs, None follows
             `torch.are_deterministic_algorithms_enabled`. The torch backend has nothing to choose: on the CPU it always
@@ -60,8 +61,8 @@ def sparse_attention(
         q=(q, "S H D"),
         kv=(kv, "N D"),
         indices=(indices, "S K"),
-        attn_sink=(attn_sink, "H"),
-        topk_length=(topk_length, "S"),
+        attn_sink=(attn_sink, "? H"),
+        topk_length=(topk_length, "? S"),
     )
     _checks.floating(op, q=q, kv=kv)
     _checks.rows_contiguous(op, q=q, kv=kv)
@@ -69,10 +70,11 @@ def sparse_attention(
     _checks.picks(op, sizes["N"], indices)
     _checks.python_float(op, sm_scale=sm_scale)
     _checks.full_precision(op, attn_sink=attn_sink)
-    d_v = sizes["D"] if d_v is None else d_v
-    if not 0 < d_v <= sizes["D"]:
-        _checks.fail(op, f"0 < d_v <= q.shape[-1] ({sizes['D']})", d_v)
-    reason = config.unsupported(sizes["H"], sizes["D"], d_v, q.dtype, kv.dtype, interpreting())
+    if d_v is None:
+        d_v = sizes["D"]
+    elif not isinstance(d_v, int) or not 0 < d_v <= sizes["D"]:
+        _checks.fail(op, f"d_v to be an int from 1 to q.shape[-1] ({sizes['D']})", repr(d_v))
+    reason = _unsupported(sizes, d_v, q.dtype, kv.dtype, attn_sink)
     if resolve(op, backend, (q, kv, indices, attn_sink, topk_length), reason) == "triton":
         sources = Sources(kv_b=kv, indices=_packed(indices), lengths=_packed(topk_length))
         return _fast(q, sources, attn_sink, sm_scale, d_v, deterministic, return_lse)
@@ -104,16 +106,16 @@ def sparse_attention_v4(
     Args:
         q: queries [S, H, D].
         kv_window: raw latent rows [N, D], key and value at once.
-        kv_compressed: compressed latent rows [M, D]; None when neither indices nor cmp_ranges is given.
+        kv_compressed: compressed latent rows [M, D]; None exactly when neither indices nor cmp_ranges is given.
         sm_scale: Python float, multiplies the scores and not the sink.
         attn_sink: float32 [H], a score without a value, already scaled; None for no sink.
         indices: int32 [S, K] rows of kv_compressed, without offset; below 0 or from M on means none.
         cmp_ranges: (starts, ends), int32 [S] each: all compressed rows in [starts, ends). Not together with indices.
-        window: raw rows that a query sees, its own included.
+        window: raw rows that a query sees, its own included; any large number for all of them.
         cu_seqlens: int32 [B + 1] over the rows of kv_window; None for one sequence. Rows from cu_seqlens[-1] on
             belong to no sequence and see no window.
         q_positions: int32 [S], row of kv_window that each query stands on; None when S == N and they are in order.
-        return_lse: also return float32 [S, H], natural logarithm, without the sink.
+        return_lse: also return [S, H], natural logarithm, without the sink, as `sparse_attention` does.
         deterministic: as for `sparse_attention`, for the gradients of both buffers.
         backend: see `vime_kernels.set_backend`.
 
@@ -123,18 +125,18 @@ def sparse_attention_v4(
     Source: DeepSeek-V4 release.
     """
     op = "sparse_attention_v4"
-    starts, ends = cmp_ranges if cmp_ranges is not None else (None, None)
+    starts, ends = _checks.pair(op, "cmp_ranges", cmp_ranges)
     sizes = _checks.sizes(
         op,
         q=(q, "S H D"),
         kv_window=(kv_window, "N D"),
-        kv_compressed=(kv_compressed, "M D"),
-        attn_sink=(attn_sink, "H"),
-        indices=(indices, "S K"),
-        starts=(starts, "S"),
-        ends=(ends, "S"),
-        cu_seqlens=(cu_seqlens, "B+1"),
-        q_positions=(q_positions, "S"),
+        kv_compressed=(kv_compressed, "? M D"),
+        attn_sink=(attn_sink, "? H"),
+        indices=(indices, "? S K"),
+        starts=(starts, "? S"),
+        ends=(ends, "? S"),
+        cu_seqlens=(cu_seqlens, "? B+1"),
+        q_positions=(q_positions, "? S"),
     )
     S, N, M = sizes["S"], sizes["N"], sizes.get("M", 0)
     _checks.floating(op, q=q, kv_window=kv_window, kv_compressed=kv_compressed)
@@ -149,6 +151,10 @@ def sparse_attention_v4(
         _checks.fail(op, "either indices or cmp_ranges", "both")
     if kv_compressed is None and (indices is not None or cmp_ranges is not None):
         _checks.fail(op, "kv_compressed with indices or cmp_ranges", None)
+    if kv_compressed is not None and indices is None and cmp_ranges is None:
+        _checks.fail(
+            op, "indices or cmp_ranges with kv_compressed", None, "no query would see a compressed row"
+        )
     _checks.picks(op, M, indices)
     if q_positions is None and S != N:
         _checks.fail(
@@ -162,9 +168,10 @@ def sparse_attention_v4(
         if kv_compressed is None
         else torch.promote_types(kv_window.dtype, kv_compressed.dtype)
     )
-    reason = config.unsupported(sizes["H"], sizes["D"], sizes["D"], q.dtype, kv_dtype, interpreting())
+    reason = _unsupported(sizes, sizes["D"], q.dtype, kv_dtype, attn_sink)
     tensors = (q, kv_window, kv_compressed, attn_sink, indices, starts, ends, cu_seqlens, q_positions)
     fast = resolve(op, backend, tensors, reason) == "triton"
+    window = min(window, max(1, N))  # "no window" may be any large number
 
     if cu_seqlens is None:
         # Filled on the device: a copy from the host would wait for everything before it.
@@ -179,8 +186,8 @@ def sparse_attention_v4(
             kv_window,
             lows,
             torch.where(inside_S, q_positions + 1, lows),
-            min(window, N),
-            kv_compressed if indices is not None or starts is not None else None,
+            window,
+            kv_compressed,
             indices=_packed(indices),
             starts_b=_packed(starts),
             ends_b=_packed(ends),
@@ -195,6 +202,15 @@ def sparse_attention_v4(
         slots = torch.cat([slots, torch.where(valid, compressed + N, -1)], 1)
         kv_window = torch.cat([kv_window, kv_compressed])
     return _attend(q, kv_window, slots, sm_scale, sizes["D"], attn_sink, None, return_lse)
+
+
+def _unsupported(
+    sizes: dict[str, int], d_v: int, q: torch.dtype, kv: torch.dtype, attn_sink: torch.Tensor | None
+) -> str | None:
+    """Why the Triton kernels cannot do this call, in words; None when they can."""
+    if attn_sink is not None and attn_sink.dtype == torch.float64:
+        return "attn_sink in float64"
+    return config.unsupported(sizes["H"], sizes["D"], d_v, q, kv, interpreting())
 
 
 def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,9 +14,11 @@ Source: DeepSeek-V3.2 (arXiv 2512.02556); sink and window of the DeepSeek-V4 rel
 
 import torch
 
+from vime_kernels._backend import without_autocast
 from vime_kernels._rows import gather
 
 
+@without_autocast
 def attend(
     q_SHD: torch.Tensor,
     kv_ND: torch.Tensor,

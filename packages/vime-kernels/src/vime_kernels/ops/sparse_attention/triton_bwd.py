@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of sparse attention in two steps per chunk of query rows, which have no atomics except where asked for.
 
-1. dQ, dsink and a workspace with P and dS: `gluon_bwd.query_step` on Hopper, else `triton_bwd_query`.
+1. dQ, dsink and a workspace with P and dS: `triton_bwd_query`.
 2. dKV from the workspace: `triton_bwd_keys`.
 
 Both P and dS are rounded once, as the second products need them. Leaves out double backward.
@@ -27,7 +27,6 @@ def backward(
     *,
     needs_kv: bool = True,
     deterministic: bool = False,
-    hopper: bool = False,
     max_workspace_bytes: int = 2**31,
     tiles: config.BackwardTiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -51,16 +50,11 @@ def backward(
         for first in range(0, S, step):
             rows = slice(first, min(first + step, S))
             part = sources.rows(rows)
-            queries = (
+            query_step(
                 q[rows], part, sink, out[rows], lse[rows], do[rows], None if dlse is None else dlse[rows],
                 dq[rows], None if dsink_SH is None else dsink_SH[rows], p_ws, ds_ws, slots_a, slots, scale, needs_kv,
+                tiles.query,
             )  # fmt: skip
-            if hopper:
-                from vime_kernels.ops.sparse_attention import gluon_bwd
-
-                gluon_bwd.query_step(*queries)
-            else:
-                query_step(*queries, tiles.query)
             if dkv_a is not None and part.starts_a is not None and part.ends_a is not None:
                 band = (part.starts_a, part.ends_a)
                 range_step(q[rows], do[rows], band, p_ws, ds_ws, dkv_a, 0, slots, tiles.band)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton backend of sparse attention as two custom operators, with gradients and shapes for torch.compile.
 
-Chooses between the Hopper kernels (`gluon_fwd`; `gluon_bwd_keys` and `gluon_bwd_wide`: fused backwards with atomics for
-512 and 512 + 64 channels; `gluon_few`: both directions with at most 32 heads) and the plain ones (`triton_fwd`,
-`triton_bwd`: every other width, and the backward that is repeatable or without gradients of the keys, whose first step
-is a Hopper kernel too).
+Chooses between the Hopper kernels (`gluon_fwd`; `fused_bwd` around `gluon_bwd_keys` and `gluon_bwd_wide`, for 512 and
+512 + 64 channels; `gluon_bwd`: the gradient of the queries alone; `gluon_few`: both directions with at most 32 heads)
+and the plain ones (`triton_fwd`, `triton_bwd`: every other width).
 """
 
 from typing import Any
@@ -109,18 +108,21 @@ def sparse_attention_bwd(
         from vime_kernels.ops.sparse_attention import gluon_few
 
         grads = gluon_few.backward(q, sources, sink32, out, lse, do, dlse, scale, group)
-    elif hopper and needs_kv and not deterministic:
-        from vime_kernels.ops.sparse_attention import gluon_bwd_keys, gluon_bwd_wide
+    elif hopper and needs_kv:
+        from vime_kernels.ops.sparse_attention import fused_bwd, gluon_bwd_keys, gluon_bwd_wide
 
-        fused = gluon_bwd_keys.backward if q.shape[-1] == out.shape[-1] else gluon_bwd_wide.backward
-        grads = fused(q, sources, sink32, out, lse, do, dlse, scale)
+        launch = (gluon_bwd_keys if q.shape[-1] == out.shape[-1] else gluon_bwd_wide).launch
+        grads = fused_bwd.backward(
+            launch, q, sources, sink32, out, lse, do, dlse, scale, deterministic=deterministic
+        )
+    elif hopper:
+        from vime_kernels.ops.sparse_attention import gluon_bwd
+
+        grads = gluon_bwd.backward(q, sources, sink32, out, lse, do, dlse, scale)
     else:
-        # Of the repeatable backward, the Hopper kernel has been measured and checked on a device with picks only.
-        hopper = hopper and (indices is not None or not needs_kv)
         grads = triton_bwd.backward(
-            q, sources, sink32, out, lse, do, dlse, scale,
-            needs_kv=needs_kv, deterministic=deterministic, hopper=hopper,
-        )  # fmt: skip
+            q, sources, sink32, out, lse, do, dlse, scale, needs_kv=needs_kv, deterministic=deterministic
+        )
     dq, *others = grads
     outputs = [
         q.new_empty(0) if grad is None or like is None else grad.to(like.dtype)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Before and behind the Hopper backward: where the picks of a row end, and dKV from places to channels.
 
-A place is where `gluon_bwd_roles` keeps a channel of the float32 sum.
+A place is where `gluon_bwd_roles` keeps a channel of dKV: a thread of the kernel has RUN neighbours of 4 RUN.
 """
 
 import torch
@@ -12,10 +12,10 @@ from vime_kernels._slots import used_slots
 
 
 @triton.jit
-def in_order_kernel(src, dst, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sixteens of channels from places to channels, in the dtype of dst."""
+def in_order_kernel(src, dst, n, RUN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From places to channels, in the dtype of dst."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.reshape(tl.load(src + at, mask=at < n, other=0.0), [BLOCK // 16, 4, 2, 2])
+    x = tl.reshape(tl.load(src + at, mask=at < n, other=0.0), [BLOCK // (4 * RUN), 4, RUN // 2, 2])
     x = tl.reshape(tl.permute(x, (0, 2, 1, 3)), [BLOCK])
     tl.store(dst + at, x.to(dst.dtype.element_ty), mask=at < n)
 
@@ -39,11 +39,11 @@ def used_lengths(indices: torch.Tensor, lengths: torch.Tensor | None, n: int) ->
     return used
 
 
-def in_order(dkv: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient of one source, in its dtype, from its rows of the sum in places."""
+def in_order(dkv: torch.Tensor, like: torch.Tensor | None, run: int) -> torch.Tensor | None:
+    """The gradient of one source, in its dtype, from its rows of the sum in places; `run` is 4 or 8."""
     if like is None:
         return None
     grad = torch.empty(dkv.shape, dtype=like.dtype, device=dkv.device)
     if n := dkv.numel():
-        in_order_kernel[(triton.cdiv(n, 4096),)](dkv, grad, n, BLOCK=4096, num_warps=8)
+        in_order_kernel[(triton.cdiv(n, 4096),)](dkv, grad, n, RUN=run, BLOCK=4096, num_warps=8)
     return grad

@@ -127,16 +127,21 @@ def unite_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + group, count)
 
 
+def words_of(sources: Sources, group: int) -> int:
+    """Upper bound of a united list's length."""
+    n_a, n_b = (0 if kv is None else len(kv) for kv in (sources.kv_a, sources.kv_b))
+    # Ranges follow each other only where that is shorter than what they span together.
+    slots_b = n_b if sources.indices is None else group * sources.indices.shape[1]
+    return min(group * sources.width_a, n_a) + slots_b
+
+
 def unite(sources: Sources, S: int, H: int, group: int) -> Sources:
     """The lists of every `group` rows of `sources` as one: `indices` holds words, `lengths` their number."""
     some = sources.kv_a if sources.kv_a is not None else sources.kv_b
     assert some is not None
     args = sources.kernel_arguments(some)
     _, _, starts_a, ends_a, starts_b, ends_b, indices, lengths = args.tensors
-    # Ranges follow each other only where that is shorter than what they span together.
-    slots_b = {"none": 0, "picks": group * args.K, "range": args.n_b}[args.kind_b]
-    slots_a = min(group * sources.width_a, args.n_a)
-    words = some.new_empty((-(-S // group), slots_a + slots_b), dtype=torch.int32)
+    words = some.new_empty((-(-S // group), words_of(sources, group)), dtype=torch.int32)
     counts = some.new_empty(len(words), dtype=torch.int32)
     if len(words):
         unite_kernel[(len(words),)](

@@ -18,7 +18,7 @@ def swiglu(
     """silu(min(gate, limit)) · clamp(up, ±limit) · weight: [..., F] in the dtype of x, float32 inside, one rounding.
 
     Args:
-        x: gate and up side by side, [..., 2F], bfloat16, float16, float32 or float64.
+        x: gate and up side by side, [..., 2F], bfloat16, float16, float32 or float64; copied where not contiguous.
         weight: a number per row, e.g. the router's, in the shape of x without its last dimension; None for 1.
         limit: bound of the clamps, positive. Beyond it a half passes no gradient.
         backend: see `vime_kernels.set_backend`.
@@ -30,22 +30,26 @@ def swiglu(
     """
     op = "swiglu"
     _checks.tensor(op, x=x)
+    if weight is not None:
+        _checks.tensor(op, weight=weight)
     _checks.floating(op, x=x, weight=weight)
+    _checks.python_float(op, limit=limit)
     if x.ndim < 1 or x.shape[-1] % 2:
         _checks.fail(op, "x of shape [..., 2F]", list(x.shape))
     if weight is not None and weight.shape != x.shape[:-1]:
         _checks.fail(op, f"weight of shape {list(x.shape[:-1])}", list(weight.shape))
     if not limit > 0:
         _checks.fail(op, "a positive limit", limit)
-    rows = x.reshape(-1, x.shape[-1])
-    weights = None if weight is None else weight.reshape(-1)
+    rows = x[None].flatten(0, -2).contiguous()  # of a single row too, and of none
+    weights = None if weight is None else weight.flatten()
+    _checks.sizes(op, x=(rows, "R 2F"), weight=(weights, "? R"))
     from vime_kernels.ops.swiglu import config
 
     tensors = (x,) if weight is None else (x, weight)
     if resolve(op, backend, tensors, config.unsupported(x, weight)) == "triton":
         from vime_kernels.ops.swiglu import triton_op
 
-        out = triton_op.swiglu(rows.contiguous(), None if weights is None else weights.contiguous(), limit)
+        out = triton_op.swiglu(rows, None if weights is None else weights.contiguous(), limit)
     else:
         acc = _checks.accum_dtype(x, weight)
         wide = None if weights is None else weights.to(acc)

@@ -6,7 +6,7 @@ top, each by a count. A long row is thinned out first. From a sample a threshold
 scores exceed; one walk over the row appends those in column order, and what is left is selected exactly. When the walk
 finds fewer than k or more than fit, it is repeated with another threshold; when one value is so frequent that no
 threshold does, its leftmost occurrences are appended. Both ways the candidates hold the k best and stay in column
-order, so ties go to the smaller column.
+order, so ties go to the smaller column. On Hopper `gluon_fwd` does the same in one launch.
 
 The result equals `reference.topk(..., ascending=True)` exactly. Source of the ideas: radix selection as in RadiK (Li
 et al., 2024) and the top-k kernels of SGLang; a threshold from a sample as in Floyd and Rivest (1975).
@@ -223,6 +223,11 @@ def topk(logits: torch.Tensor, k: int, starts: torch.Tensor, ends: torch.Tensor)
     picks = torch.empty(S, k, dtype=torch.int32, device=logits.device)
     if not S or not N:
         return picks.fill_(-1)
+    if config.hopper(logits):
+        from vime_kernels.ops.topk import gluon_fwd
+
+        gluon_fwd.topk(logits, k, starts, ends, picks)
+        return picks
     if N <= config.EXACT_WIDTH:
         _select(logits, starts, ends, picks)
         return picks
