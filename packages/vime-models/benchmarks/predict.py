@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the calculator says about a case, to stand beside what was measured."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,23 +47,43 @@ def _layout(case: Case) -> plan.Layout:
     )
 
 
-def attention_shares(case: Case, config: dict[str, Any]) -> list[float]:
-    """Which part of the attention's operations each context-parallel rank does, forward and backward; they sum to 1."""
+def attention_ms(case: Case, config: dict[str, Any], kernels: Sequence[dict[str, Any]]) -> list[float]:
+    """Core, indexer and selection of a step on each context-parallel rank, from the times of the kernels.
+
+    A query row of a core costs a constant and so much per key: the line through a window of 128 keys and that window
+    with 512 picks. Scores and selection cost so much per entry that a row may pick.
+
+    Args:
+        case: neither tensor nor pipeline parallel, with 64 heads as the kernels were measured.
+        config: of the model.
+        kernels: records of vime-kernels' benchmark.
+    """
     hf, size = sizes.read_config(config), case.options.get("cp", 1)
-    # The indexer has no backward pass; five products in place of two in that of the core.
     again = 2 if "recompute_granularity" in case.options else 1
-    core, scores = again + 2.5, again
+    ours = {(r["op"], r["shape"], r["direction"]): r["ours_ms"] for r in kernels}
+    rows, tokens, window, picks = 4096, 131072, 128, 512  # of the measured shapes
+    lines = []
+    for direction in ("fwd", "bwd"):
+        short, long = (
+            ours["sparse_attention_v4", f"V4-Flash {shape}", direction] / rows
+            for shape in ("window", "picks")
+        )
+        per_key = (long - short) / picks
+        lines.append((short - window * per_key, per_key))
+    # Causal, in groups of four: a row of 128k tokens may pick an eighth of their number on average.
+    per_entry = ours["indexer_topk", "V4-Flash 128k tokens", "fwd"] / tokens / (tokens / 8)
     order: Any = "balanced" if case.options.get("cp_balance") else "contiguous"
-    work = []
+    found = []
     for rank in range(size):
         _, position = PackLayout(PACKS[case.pack], cp_size=size, cp_rank=rank, query_order=order).owners()
         total = 0.0
         for ratio in hf.compress_ratios[: hf.num_layers]:
             entries = (position + 1) // ratio if ratio else np.zeros_like(position)
             chosen = np.minimum(entries, hf.index_topk) if ratio == 4 else entries
-            keys = np.minimum(position + 1, hf.window) + chosen
-            total += core * 4 * hf.num_heads * hf.head_dim * float(keys.sum())
+            keys = float((np.minimum(position + 1, hf.window) + chosen).sum())
+            forward, backward = (constant * len(position) + per_key * keys for constant, per_key in lines)
+            total += again * forward + backward
             if ratio == 4:
-                total += scores * 2 * hf.index_n_heads * hf.index_head_dim * float(entries.sum())
-        work.append(total)
-    return [part / sum(work) for part in work]
+                total += again * per_entry * float(entries.sum())
+        found.append(case.microbatches * total)
+    return found

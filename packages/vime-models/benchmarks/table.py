@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slices import CASES, FULL
+import predict
+from slices import CASES, FLASH_SLICE, FULL
 
 Record = dict[str, Any]
 BEGIN, END = "<!-- slice:begin -->", "<!-- slice:end -->"
@@ -26,8 +27,10 @@ COLUMNS = (
     "MFU",
     "GiB: measured, planned",
     "only wires busy, ms",
-    "attention, ms",
+    "attention, ms: measured; planned",
 )
+# By whose times the attention is planned.
+KERNELS = Path(__file__).parents[2] / "vime-kernels" / "benchmarks" / "results" / "h200.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +64,8 @@ def table(found: dict[str, Record]) -> str:
     lines = [row(COLUMNS), row(["---"] * len(COLUMNS))]
     order = {name: number for number, name in enumerate(CASES)}
     ordered = sorted(found.values(), key=lambda record: (order[record["case"]], record["name"]))
-    lines += [row(cells(record, found)) for record in ordered]
+    kernels = json.loads(KERNELS.read_text())
+    lines += [row(cells(record, found, kernels)) for record in ordered]
     sources = {
         f"{r['device']}; {', '.join(f'{n} {v}' for n, v in r['versions'].items())}; commit {r['commit']}."
         for r in ordered
@@ -74,9 +78,16 @@ def row(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def cells(record: Record, found: dict[str, Record]) -> list[str]:
-    """Texts of one row."""
+def cells(record: Record, found: dict[str, Record], kernels: Sequence[Record]) -> list[str]:
+    """Texts of one row. A rate is compared with that of the same commit only."""
     alone = found.get(baseline(record["case"]) or "")
+    if alone and alone["commit"].split("-")[0] != record["commit"].split("-")[0]:
+        alone = None
+    case = CASES[record["case"]]
+    planned = ""
+    if record["kernels"] == "auto" and not {"tp", "pp"} & set(case.options):
+        times = predict.attention_ms(case, FLASH_SLICE, kernels)
+        planned = "; " + ", ".join(f"{ms:.1f}" for ms in times)
     rate, exposed = record["tokens_per_s_per_gpu"], max(record["exposed_ms"])
     attention = [f"{ms:.1f}" for ms in record["attention_ms"]] if max(record["attention_ms"]) else []
     return [
@@ -89,7 +100,7 @@ def cells(record: Record, found: dict[str, Record]) -> list[str]:
         f"{record['mfu']:.0%}".replace("%", " %"),
         f"{record['peak_gib']:.1f}, {record['predicted_gib']:.1f}",
         f"{exposed:.0f}" if record["gpus"] > 1 else "",
-        ", ".join(attention),
+        ", ".join(attention) + planned if attention else "",
     ]
 
 

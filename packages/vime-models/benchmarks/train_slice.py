@@ -71,7 +71,6 @@ def run(name: str, case: Case, config: dict[str, Any], options: argparse.Namespa
         "busy_ms": [round(ms, 2) for ms in measure.every(profiled.busy)],
         "exposed_ms": [round(ms, 2) for ms in measure.every(profiled.exposed)],
         "attention_ms": [round(ms, 2) for ms in measure.every(profiled.attention)],
-        "predicted_attention_shares": [round(s, 4) for s in predict.attention_shares(case, config)],
         # Only the last pipeline stage has one.
         "loss": round(max(loss for loss in measure.every(trainer.loss) if loss == loss), 4),
         "kernels_ms": {n: [round(t, 2), c] for n, (t, c) in list(profiled.kernels.items())[: options.top]},

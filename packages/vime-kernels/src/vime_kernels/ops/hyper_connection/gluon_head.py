@@ -107,10 +107,10 @@ def _head_kernel(  # type: ignore[no-untyped-def]
     t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, SUMS))[:, None]
     w = gl.arange(0, n, layout=gl.SliceLayout(0, SUMS))[None, :]
     gain, bias = gl.load(scale), gl.load(base + w)
-    ot = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, gl.SliceLayout(2, ADD)))[:, None]
-    ours = (part * BLOCK_T + ot) * WORDS + gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, ADD)))[
-        None, :
-    ]
+    our_t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, gl.SliceLayout(2, ADD)))[:, None]
+    ours = (part * BLOCK_T + our_t) * WORDS + gl.arange(
+        0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, ADD))
+    )[None, :]
     ours_square = (part * BLOCK_T + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, ADD_SQUARES))) * WORDS + n
 
     for a in gl.static_range(AHEAD):
@@ -206,9 +206,9 @@ def _head_bwd_kernel(  # type: ignore[no-untyped-def]
     gain, bias = gl.load(scale), gl.load(base + w)
     dbase = gl.zeros([BLOCK_T, n], gl.float32, SUMS)
     dscale = gl.zeros([BLOCK_T, n], gl.float32, SUMS)
-    ot = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, gl.SliceLayout(2, ADD)))[:, None]
-    ow = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, ADD)))[None, :]
-    ours = (part * BLOCK_T + ot) * WORDS + ow
+    our_t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, gl.SliceLayout(2, ADD)))[:, None]
+    our_w = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(2, ADD)))[None, :]
+    ours = (part * BLOCK_T + our_t) * WORDS + our_w
 
     for a in gl.static_range(AHEAD):
         first = (group + a * groups) * BLOCK_T

@@ -11,7 +11,8 @@ is done. The first scores of the next row are under way while a row's output is 
 and same contract as `triton_fwd`; widths 512 and 512 + 64, bfloat16 and float16.
 
 Weights pass a proxy fence before they are announced. Gathered keys have none between their barrier and the products,
-as in FlashMLA: on Hopper the copy's own arrival comes after its bytes, and a fence in every reader costs 1 to 2 %.
+though PTX asks for one: FlashMLA's binary has none there either, results are the same bits with and without in every
+run, and a fence in every reader costs 1 to 2 %. Only capability 9.0 takes this kernel.
 
 Source: the pairing of tiles and the split of the output follow the idea of FlashMLA; warp roles as in FlashAttention-3
 (arXiv 2407.08608).
