@@ -34,6 +34,7 @@ PLOTS = {
         "sinkhorn",
         "rotate",
         "swiglu",
+        "gather_sum",
     ),
 }  # fmt: skip
 Record = dict[str, Any]

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from vime_kernels import mhc
+from vime_kernels.ops.hyper_connection import config
 from vime_kernels.testing import assert_bitwise, randn, rel_rms
 
 # Large and different on purpose: a misplaced or mixed-up eps hides at 1e-6.
@@ -125,3 +126,10 @@ def test_no_tokens():
     X, fn, scale, base = inputs(T=0)
     assert mhc.mhc_mixes(X, fn, scale, base, eps=EPS, iters=2, norm_eps=NORM_EPS)[2].shape == (0, 4, 4)
     assert mhc.mhc_head(X, fn[:4], scale[:1], base[:4], eps=EPS, norm_eps=NORM_EPS).shape == (0, 5)
+
+
+def test_streams_too_far_apart_are_left_to_torch():
+    """Their distances would overflow 32 bits in the kernels."""
+    near, far = (torch.empty(4, T, 4096, device="meta").transpose(0, 1) for T in (2**17 - 1, 2**17))
+    assert config.unsupported(near) is None
+    assert "2**31 elements apart" in config.unsupported(far)

@@ -251,8 +251,22 @@ def test_a_layer_that_tells_its_scores_is_asked_for_those_of_the_sampled_rows(sp
     assert asked == [[2, 6, 10, 14]]
     (*_, replayed, fresh, (of_fresh, of_replayed, log_mass)) = seen[0]
     assert of_fresh.equal(fresh / 10)
-    assert of_replayed.equal(replayed.clamp_min(0) / 10)
+    assert of_replayed.equal((replayed / 10).masked_fill(replayed < 0, float("-inf")))
     assert log_mass.tolist() == pytest.approx([(torch.arange(100.0) / 10).logsumexp(0).item()] * 4)
+
+
+@pytest.mark.parametrize("keys", [0, 50])
+def test_picks_of_keys_that_are_not_there_have_no_score(spec, rows, keys):
+    """Unvalidated picks may name them; the attention takes them for no pick."""
+    seen = []
+    layers = Layers(spec, check=lambda *each: seen.append(each), check_rows=4)
+    layers.manager.fill([layers.manager.pack(rows, LAYOUT)])
+    with layers.manager.stage("replay_forward"):
+        layers.ask(1, scores=lambda sampled: torch.ones(len(sampled), keys))
+    (*_, fresh, (of_fresh, of_replayed, _)) = seen[0]
+    assert (fresh == 77).all()
+    assert (of_fresh == float("-inf")).all()
+    assert (of_replayed == float("-inf")).all() == (keys == 0)
 
 
 def test_tickets_are_values():

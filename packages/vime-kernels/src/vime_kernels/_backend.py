@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -169,7 +169,10 @@ def interpreting() -> bool:
 @cache
 def has_gluon() -> bool:
     """Whether Triton's Gluon is a version that the kernels written in it were run with: it changes with every minor."""
-    return _HAS_TRITON and version("triton").startswith("3.6.")
+    try:
+        return _HAS_TRITON and version("triton").startswith("3.6.")
+    except PackageNotFoundError:  # from a distribution of another name
+        return False
 
 
 def _warn_once(op: str, reason: str) -> None:

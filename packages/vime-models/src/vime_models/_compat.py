@@ -16,9 +16,11 @@ TESTED_FROM, TESTED_BELOW = (0, 19, 2), (0, 20)
 _ADAPTED = (
     ("megatron.core.models.gpt", "GPTModel"),
     ("megatron.core.packed_seq_params", "PackedSeqParams"),
+    ("megatron.core.tensor_parallel.layers", "_grad_accum_fusion_available"),
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state"),
     ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state"),
     ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
+    ("megatron.core.transformer.multi_token_prediction", "_roll_tensor_packed_seq"),
     ("megatron.core.transformer.spec_utils", "get_submodules"),
     ("megatron.core.transformer.transformer_block", "TransformerBlockSubmodules"),
 )

@@ -38,3 +38,12 @@ def test_the_buffer_gets_what_the_gradient_would_have_been(make_config: Callable
         fused(x)[0].backward(grad)
     torch.testing.assert_close(fused.weight.main_grad, plain.weight.grad + 1)
     assert fused.weight.grad is None
+
+
+@pytest.mark.usefixtures("without_apex")
+def test_a_gradient_put_off_needs_apex() -> None:
+    with pytest.raises(ValueError, match="--defer-embedding-wgrad-compute needs Apex"):
+        gradient_fusion.install(deferred=True)
+    gradient_fusion.install()
+    with pytest.raises(ValueError, match="--defer-embedding-wgrad-compute needs Apex"):
+        gradient_fusion.install(deferred=True)

@@ -220,5 +220,14 @@ class Selection:
 
 
 def _scores_of(scores_nN: torch.Tensor, *picks: torch.Tensor) -> Scores:
-    fresh, replayed = (scores_nN.gather(1, each.clamp_min(0).long()) for each in picks)
+    keys = scores_nN.shape[1]
+
+    def of(each: torch.Tensor) -> torch.Tensor:
+        # Recorded picks may name keys that are not there, where nothing has validated them.
+        exists = (each >= 0) & (each < keys)
+        if not keys:
+            return scores_nN.new_full(each.shape, float("-inf"))
+        return scores_nN.gather(1, each.where(exists, 0).long()).masked_fill(~exists, float("-inf"))
+
+    fresh, replayed = map(of, picks)
     return fresh, replayed, scores_nN.logsumexp(1)

@@ -208,7 +208,8 @@ class ContextParallel:
         if self.mode == "contiguous" or cu_seqlens is None:
             # A contiguous split does not depend on the sequences.
             return _described((total,), "thd", size, rank, "contiguous", self._query_order)
-        # One device read per microbatch, remembered on its packing object; a trainer that attaches a layout spares it.
+        # One device read in each pass through a stage, remembered on its packing object; a layout that the trainer
+        # attaches spares it.
         packed.layout = PackLayout.from_cu_seqlens(
             cu_seqlens.tolist(),
             cp_size=size,

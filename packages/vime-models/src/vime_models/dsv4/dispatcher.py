@@ -182,7 +182,7 @@ def by_source(rows: torch.Tensor, chunks_SE: list[list[int]], multiple: int) -> 
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens [T, h] to rows [T · K, h]."""
+    """Tokens [T, h] to rows [R, h], as `by_expert` orders them."""
 
     @staticmethod
     def forward(
@@ -198,12 +198,13 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Rows [T · K, h] to tokens [T, h]."""
+    """Rows [R, h] to tokens [T, h]. Rows that fill up get the gradient of token 0; their weight of zero ends it."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, order: torch.Tensor, places_TK: torch.Tensor, backend: str | None
     ) -> torch.Tensor:
+        # What follows the last expert's rows has not come back.
         ctx.save_for_backward(order[: len(rows)])
         return gather_sum(rows, places_TK, backend=backend)
 

@@ -31,8 +31,22 @@ class TorchWgrad:
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
-def install() -> None:
-    """Lets linears be built with `gradient_accumulation_fusion`; with Apex, or a torch too old for it, does nothing."""
-    if not layers._grad_accum_fusion_available and "dtype_out" in torch.ops.aten.addmm.overloads():
+def install(*, deferred: bool = False) -> None:
+    """Lets linears be built with `gradient_accumulation_fusion`; with Apex, or a torch too old for it, does nothing.
+
+    Args:
+        deferred: whether the embedding's gradient is put off, which Megatron does with Apex alone.
+
+    Raises:
+        ValueError: put off without Apex; Megatron would notice at the end of the first step.
+    """
+    if layers._grad_accum_fusion_available and layers.fused_weight_gradient_mlp_cuda is not TorchWgrad:
+        return
+    if deferred:
+        raise ValueError(
+            "vime_models.host: --defer-embedding-wgrad-compute needs Apex's extension fused_weight_gradient_mlp_cuda, "
+            "which is not installed; drop the flag or install Apex with --cuda_ext"
+        )
+    if "dtype_out" in torch.ops.aten.addmm.overloads():
         layers.fused_weight_gradient_mlp_cuda = TorchWgrad
         layers._grad_accum_fusion_available = True

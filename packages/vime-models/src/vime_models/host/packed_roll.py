@@ -6,6 +6,8 @@ without padding, which is wrong as soon as a pack has padding. The function that
 context parallelism it stays Megatron's.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +16,21 @@ from megatron.core.transformer import multi_token_prediction
 
 from vime_models.host.microbatch import packed_lengths
 
-_MEGATRONS = multi_token_prediction._roll_tensor_packed_seq
+Roll = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def roll_packed(
-    tensor: torch.Tensor, shifts: int, dims: int, packed_seq_params: PackedSeqParams, cp_group: Any = None
+    megatrons: Roll,
+    tensor: torch.Tensor,
+    shifts: int,
+    dims: int,
+    packed_seq_params: PackedSeqParams,
+    cp_group: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., t] of the next token of the same sequence, 0 where there is none and in padding, and their sum.
 
     Args:
+        megatrons: Megatron's function of the further arguments.
         tensor: [..., t].
         shifts: -1.
         dims: the last axis.
@@ -30,10 +38,7 @@ def roll_packed(
         cp_group: of the ranks that share the rows, or None.
     """
     if cp_group is not None and cp_group.size() > 1:
-        moved: tuple[torch.Tensor, torch.Tensor] = _MEGATRONS(
-            tensor, shifts, dims, packed_seq_params, cp_group
-        )
-        return moved
+        return megatrons(tensor, shifts, dims, packed_seq_params, cp_group)
     starts, lengths = packed_lengths(packed_seq_params), packed_seq_params.cu_seqlens_q.diff()
     rows = torch.arange(tensor.shape[-1], dtype=starts.dtype, device=starts.device)
     sequence = torch.searchsorted(starts[1:], rows, right=True).clamp_max(len(lengths) - 1)
@@ -44,4 +49,6 @@ def roll_packed(
 
 def install() -> None:
     """From now on Megatron moves packed rows with `roll_packed`."""
-    multi_token_prediction._roll_tensor_packed_seq = roll_packed
+    known = multi_token_prediction._roll_tensor_packed_seq
+    if getattr(known, "func", None) is not roll_packed:
+        multi_token_prediction._roll_tensor_packed_seq = partial(roll_packed, known)

@@ -203,7 +203,7 @@ def make_provider(args: Namespace, role: Role = "actor") -> Provider:
             delegate: Provider = resolved
             return delegate(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if config.gradient_accumulation_fusion:
-            gradient_fusion.install()
+            gradient_fusion.install(deferred=config.defer_embedding_wgrad_compute)
         # Stages that hold copies of the embedding move them to the device by name.
         with cpu.cuda_literals_to_cpu():
             model = VimeGPTModel(

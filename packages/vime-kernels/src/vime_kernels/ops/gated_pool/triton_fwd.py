@@ -87,7 +87,7 @@ def place(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def read(tensor, halo, row, token, column, here, in_halo, C, ratio, HALO: tl.constexpr, missing):  # type: ignore[no-untyped-def]
+def read(tensor, halo, row, token, column, here, in_halo, C, HALO: tl.constexpr, missing):  # type: ignore[no-untyped-def]
     """The slots of a pool; `missing` where there is none."""
     value = tl.load(tensor + token.to(tl.int64) * row + column, mask=here, other=missing)
     if HALO:
@@ -130,8 +130,8 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
         token, column, here, in_halo, alive = place(
             pool, first, live, opens, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
         )
-        z = read(score, halo_score, score_row, token, column, here, in_halo, C, ratio, HALO, float("-inf"))
-        given = read(x, halo_x, x_row, token, column, here, in_halo, C, ratio, HALO, 0.0)
+        z = read(score, halo_score, score_row, token, column, here, in_halo, C, HALO, float("-inf"))
+        given = read(x, halo_x, x_row, token, column, here, in_halo, C, HALO, 0.0)
         value = given.to(tl.float32)
         bias = tl.load(ape + offset, mask=here | in_halo, other=0.0)
         weights, pooled = average(z, value, bias, alive)

@@ -88,4 +88,6 @@ def unsupported(X_TnC: torch.Tensor, *others: torch.Tensor) -> str | None:
         return f"n={n} streams (1, 2, 4 or 8)"
     if C > 8192:
         return f"C={C} (at most 8192)"
+    if n * X_TnC.stride(1) >= 2**31:
+        return "streams that lie 2**31 elements apart or more"
     return None

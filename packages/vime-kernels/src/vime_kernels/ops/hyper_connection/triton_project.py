@@ -230,9 +230,10 @@ def mhc_project(
         return m, inverse_rms
     exact = X.dtype == torch.float32
     pieces = triton.cdiv(K, config.SPLIT_K)
-    width = 32 if config.hopper(X, W) else _width(W)
+    hopper = config.hopper(X, W)
+    width = 32 if hopper else _width(W)
     partial, squares = fn.new_empty(pieces, T, width), fn.new_empty(pieces, T)
-    if config.hopper(X, W):
+    if hopper:
         from vime_kernels.ops.hyper_connection import gluon_project
 
         gluon_project.sums(X, _terms(fn, False, width), partial, squares)

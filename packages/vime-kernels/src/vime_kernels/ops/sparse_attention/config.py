@@ -65,7 +65,7 @@ def head_block(H: int) -> int:
     return min(64, all_heads(H))
 
 
-def forward_tile(H: int, d_v: int, d_tail: int) -> RowTile:
+def forward_tile(H: int, d_v: int) -> RowTile:
     """Tile of the forward kernel."""
     return RowTile(head_block(H), 64, 4 if d_v < 512 else 8, 2)
 

@@ -27,8 +27,6 @@ def backward(
     *,
     needs_kv: bool = True,
     deterministic: bool = False,
-    max_workspace_bytes: int = 2**31,
-    tiles: config.BackwardTiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dq in the dtype of q; dkv_a and dkv_b in float32; dsink in float32; None for what is absent or not needed."""
     S, H, d_qk = q.shape
@@ -38,11 +36,11 @@ def backward(
     dkv_a = _zeros(sources.kv_a) if needs_kv else None
     dkv_b = _zeros(sources.kv_b) if needs_kv else None
     if S and H:
-        tiles = tiles or config.backward_tiles(H, d_v, d_qk - d_v)
+        tiles = config.backward_tiles(H, d_v, d_qk - d_v)
         BK = tiles.query.BK
         slots_a = -(-sources.width_a // BK) * BK
         slots = slots_a + sources.slots_b
-        step = _chunk_rows(S, H, slots, sources, q.element_size(), deterministic, max_workspace_bytes)
+        step = _chunk_rows(S, H, slots, sources, q.element_size(), deterministic)
         step = step if needs_kv else S
         shape = (step, slots, H) if needs_kv else (1,)
         p_ws = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -68,14 +66,12 @@ def backward(
     return dq, dkv_a, dkv_b, None if dsink_SH is None else dsink_SH.sum(0)
 
 
-def _chunk_rows(
-    S: int, H: int, slots: int, sources: Sources, itemsize: int, deterministic: bool, budget: int
-) -> int:
-    """Query rows per chunk, so that P and dS, and the ordered rows of deterministic mode, stay within the budget."""
+def _chunk_rows(S: int, H: int, slots: int, sources: Sources, itemsize: int, deterministic: bool) -> int:
+    """Query rows per chunk, so that P and dS, and the ordered rows of deterministic mode, stay within 2 GiB."""
     row = 2 * slots * H * itemsize
     if deterministic and sources.indices is not None and sources.kv_b is not None:
         row += sources.indices.shape[1] * sources.kv_b.shape[1] * itemsize
-    return min(S, max(1, budget // max(1, row)))
+    return min(S, max(1, 2**31 // max(1, row)))
 
 
 def _zeros(kv: torch.Tensor | None) -> torch.Tensor | None:

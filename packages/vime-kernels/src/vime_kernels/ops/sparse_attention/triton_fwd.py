@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vime_kernels.ops.sparse_attention.config import RowTile, forward_tile
+from vime_kernels.ops.sparse_attention.config import forward_tile
 from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -155,7 +155,6 @@ def forward(
     sink: torch.Tensor | None,
     scale: float,
     d_v: int,
-    tile: RowTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [S, H, d_v] in the dtype of q and the natural log-sum-exp over keys, without the sink, float32 [S, H]."""
     S, H, d_qk = q.shape
@@ -163,7 +162,7 @@ def forward(
     lse = torch.empty((S, H), dtype=torch.float32, device=q.device)
     if S == 0 or H == 0:
         return out, lse
-    tile = tile or forward_tile(H, d_v, d_qk - d_v)
+    tile = forward_tile(H, d_v)
     args = sources.kernel_arguments(q)
     dummy = host_or_dummy(q)
     head_blocks = triton.cdiv(H, tile.BH)
