@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cp_worker import (
+from cp_microbatch import (
     MICROBATCHES,
     TABLE,
     build,
