@@ -15,10 +15,9 @@ from harness import DEVICE
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from step import shared_checkpoint
 
 from vime_convert.megatron.loader import load_checkpoint
-from vime_convert.reader import CheckpointReader
-from vime_convert.tiny import make_tiny
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.plugin import PLUGIN
 from vime_models.host.microbatch import VimePackedSeqParams
@@ -51,13 +50,7 @@ def build(precision: str, **options: Any) -> Any:
     chosen = PRECISIONS[precision]
     with running_in(chosen):
         (model,) = PLUGIN.build(CONFIG, dtype=chosen.dtype, device=DEVICE, **options)
-    directory = HERE / "checkpoint"
-    if not directory.exists():
-        dist.barrier()
-        if dist.get_rank() == 0:
-            make_tiny(CONFIG, directory, seed=0, plugin=PLUGIN)
-        dist.barrier()
-    load_checkpoint([model], CheckpointReader(directory), TABLE)
+    load_checkpoint([model], shared_checkpoint(CONFIG, HERE / "checkpoint"), TABLE)
     return model.train()
 
 

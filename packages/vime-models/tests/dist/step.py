@@ -28,6 +28,7 @@ from vime_convert.megatron.exporter import export_tensors
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.reader import CheckpointReader
 from vime_convert.rules import RuleTable
+from vime_convert.tiny import make_tiny
 from vime_convert.verify.compare import relative
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.plugin import PLUGIN
@@ -84,6 +85,16 @@ def own_rows(number: int, config: Any) -> torch.Tensor:
         cp_rank=parallel_state.get_context_parallel_rank(),
     )
     return torch.from_numpy(layout.rows("local")).to(DEVICE)
+
+
+def shared_checkpoint(config: dict[str, Any], directory: Path) -> CheckpointReader:
+    """A tiny checkpoint in the directory, which the first rank writes when the ranks first ask for it."""
+    if not directory.exists():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            make_tiny(config, directory, seed=0, plugin=PLUGIN)
+        dist.barrier()
+    return CheckpointReader(directory)
 
 
 def build(precision: str, **layout: Any) -> list[Any]:
