@@ -5,6 +5,7 @@ The scripts that import this are given the directory of the checkpoint.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ import torch
 import torch.distributed as dist
 from harness import DEVICE
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from step import shared_checkpoint
 
+from vime_convert.megatron.exporter import export_tensors
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.plugin import PLUGIN
@@ -103,6 +110,20 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor) -> t
     """This part of the mean over all tokens of the microbatch."""
     total = torch.nn.functional.cross_entropy(logits, labels[rows], ignore_index=-100, reduction="sum")
     return total / (labels != -100).sum()
+
+
+def split_step(
+    model: Any, layout: PackLayout, labels: torch.Tensor, forward: Callable[[Any], torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of this rank's rows, which `forward` computes with the model in DDP, and the gradients of all ranks."""
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    wrapped.zero_grad_buffer()
+    logits = forward(wrapped)
+    # Gradients are averaged over context-parallel ranks; Megatron's schedule multiplies losses as this does.
+    loss = loss_of(logits, labels, torch.from_numpy(layout.rows("local"))) * layout.cp_size
+    loss.backward()
+    finalize_model_grads([wrapped])
+    return logits, dict(export_tensors([wrapped], TABLE, value=lambda p: getattr(p, "main_grad", None)))
 
 
 def whole(layout: PackLayout, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -19,17 +19,13 @@ from cp_microbatch import (
     packing,
     real_rows,
     split_over,
+    split_step,
     tokens,
     whole,
 )
 from cp_mistakes import MISTAKES
 from harness import serve
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from step import COMPARED
+from step import COMPARED, worst_gradient
 from worker import indexer_gaps
 
 from vime_convert.megatron.exporter import export_tensors
@@ -65,19 +61,16 @@ def equals_one_rank(
     ids, labels = tokens(layout)
     rows = torch.from_numpy(layout.rows("local"))
     with running_in(PRECISIONS[precision]), cpu.cuda_literals_to_cpu():
-        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-        wrapped.zero_grad_buffer()
         attached = replace(layout, query_order=attach) if attach else None
-        logits = logits_of(wrapped, layout, rows, ids, attached)
-        # Gradients are averaged over context-parallel ranks; Megatron's schedule multiplies losses as this does.
-        (loss_of(logits, labels, rows) * layout.cp_size).backward()
-        finalize_model_grads([wrapped])
-        grads = dict(export_tensors([wrapped], TABLE, value=lambda p: getattr(p, "main_grad", None)))
-    floor = 1e-8 * torch.stack([grad.norm() for grad in expected_grads.values()]).norm().item()
-    errors = {key: relative(grads[key], grad, floor) for key, grad in expected_grads.items()}
-    worst = max(errors, key=lambda key: errors[key])
-    error = relative(whole(layout, rows, logits), expected)
-    return {"logits": error, "grads": errors[worst], "worst": worst, "gap": gap, "compared": len(errors)}
+        logits, grads = split_step(
+            model, layout, labels, lambda wrapped: logits_of(wrapped, layout, rows, ids, attached)
+        )
+    return {
+        "logits": relative(whole(layout, rows, logits), expected),
+        "gap": gap,
+        "compared": len(expected_grads),
+        **worst_gradient(grads, expected_grads),
+    }
 
 
 def one_by_one() -> dict[str, list[float]]:

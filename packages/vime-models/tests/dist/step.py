@@ -204,14 +204,18 @@ def _whole(logits: torch.Tensor, rows: torch.Tensor, total: int) -> torch.Tensor
 
 def difference(step: Step, reference: Step) -> dict[str, Any]:
     """Largest relative differences, and which gradient has it."""
-    floor = 1e-8 * torch.stack([grad.norm() for grad in reference.grads.values()]).norm().item()
-    grads = {name: relative(step.grads[name], grad, floor) for name, grad in reference.grads.items()}
-    worst = max(grads, key=lambda name: grads[name])
     return {
         "logits": max([relative(step.logits[i], reference.logits[i]) for i in step.logits], default=0.0),
         "losses": max([abs(step.losses[i] - reference.losses[i]) for i in step.losses], default=0.0),
-        "grads": grads[worst],
-        "worst": worst,
-        "compared": [len(step.logits), len(grads)],
-        "unknown": sorted(step.grads.keys() - grads.keys()),
+        "compared": [len(step.logits), len(reference.grads)],
+        "unknown": sorted(step.grads.keys() - reference.grads.keys()),
+        **worst_gradient(step.grads, reference.grads),
     }
+
+
+def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The largest relative difference, and whose it is; what is nothing beside the others may differ by more."""
+    floor = 1e-8 * torch.stack([grad.norm() for grad in expected.values()]).norm().item()
+    errors = {name: relative(found[name], grad, floor) for name, grad in expected.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return {"grads": errors[worst], "worst": worst}
