@@ -85,8 +85,9 @@ def consume(  # type: ignore[no-untyped-def]
             delta = gl.convert_layout(gl.sum(prod, axis=1), COLS)
             if HAS_DLSE:
                 grad = gl.load(dlse + row * H + heads, mask=live, other=0.0)
-                share = gl.where(lse_keys > float("-inf"), gl.exp2(gl.minimum(total - lse_keys, LARGE)), 0.0)
-                delta -= gl.where(live, grad * share, 0.0)
+                share = gl.exp2(gl.minimum(total - lse_keys, LARGE))
+                # Of a row without keys the gradient of lse may be anything.
+                delta -= gl.where(live & (lse_keys > float("-inf")), grad * share, 0.0)
 
             # Two numbers a head, read again for every tile: registers are what this kernel has least of.
             head_s.index(0).store(total)
