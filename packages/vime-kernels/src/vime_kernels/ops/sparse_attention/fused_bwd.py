@@ -4,7 +4,7 @@
 By default the kernel adds dKV with float32 atomics, in no fixed order. In deterministic mode it stores a row for every
 slot and block of 64 heads, rounded to the dtype of q, at the slot's rank among all slots sorted by key
 (`triton_ranks`), and `add_segments` sums each key's rows in that order. Leaves a backward without gradients of the
-keys to `triton_bwd`.
+keys to `gluon_bwd`.
 """
 
 from collections.abc import Callable

@@ -328,9 +328,11 @@ def launch(
     (S, H, _), args, dummy = q.shape, sources.kernel_arguments(q), host_or_dummy(q)
     head_blocks = -(-H // 64)
     work = S * head_blocks
+    q_desc = _heads(q, HALVES_3)
+    qt_desc = _heads(q, HALVES_3, 64) if q.shape[-1] > D.value else q_desc
     programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
     kernel[(programs,)](
-        _heads(q, HALVES_3), _heads(q, HALVES_3, 64), *args.tensors, dummy(rank),
+        q_desc, qt_desc, *args.tensors, dummy(rank),
         dummy(sink), out, lse, _heads(do, HALVES_3), dummy(dlse), dq, _heads(dq, SHARED_3), dummy(dsink_SH), dkv,
         counter, args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
         args.stride_a, args.stride_b, args.stride_is, 0 if rank is None else rank.stride(0),

@@ -86,17 +86,21 @@ def first_channel(j, tail):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def piece(q_s, do_s, qt_s, p, ds, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the products of one piece of dKV."""
+def of_queries(q_s, qt_s, ds, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of one piece of dKV with the queries."""
     first: gl.constexpr = first_channel(j, TAIL)
-    acc = gl.zeros([BK, PIECE], gl.float32, SCORES)
     if first >= D:
-        # Values have no part in them.
-        acc = warpgroup_mma(ds, qt_s.index(z).slice(first - D, PIECE, dim=1), acc, is_async=True)
+        x = qt_s.index(z).slice(first - D, PIECE, dim=1)
     else:
-        acc = warpgroup_mma(
-            ds, q_s.index(z + first // DC).slice(first % DC, PIECE, dim=1), acc, is_async=True
-        )
+        x = q_s.index(z + first // DC).slice(first % DC, PIECE, dim=1)
+    return warpgroup_mma(ds, x, gl.zeros([BK, PIECE], gl.float32, SCORES), is_async=True)
+
+
+@gluon.jit
+def of_outputs(acc, do_s, p, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start those with the gradients of the output; values have no part in the tail."""
+    first: gl.constexpr = first_channel(j, TAIL)
+    if first < D:
         acc = warpgroup_mma(
             p, do_s.index(z + first // DC).slice(first % DC, PIECE, dim=1), acc, is_async=True
         )
@@ -141,12 +145,21 @@ def targets(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def put(ptrs, acc, ok, t, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds a piece of dKV to its rows, or stores it where every slot has a row of its own."""
+def turned(acc, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A piece of dKV as `put` needs it."""
     if ORDERED:
-        gl.store(ptrs, runs(acc).to(ptrs.dtype.element_ty), mask=ok)
+        return runs(acc)
     else:
-        gl.atomic_add(ptrs, lines(acc), sem="relaxed")
+        return lines(acc)
+
+
+@gluon.jit
+def put(ptrs, x, ok, t, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds a piece of dKV, turned, to its rows, or stores it where every slot has a row of its own."""
+    if ORDERED:
+        gl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=ok)
+    else:
+        gl.atomic_add(ptrs, x, sem="relaxed")
     # ptxas would put it off until the products of later pieces have no registers; a barrier of the warp stops it.
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [t], dtype=gl.int32, is_pure=False, pack=1
@@ -169,9 +182,10 @@ def add_keys(  # type: ignore[no-untyped-def]
     ranges, dkv, work, head_blocks, queue, q_s, do_s, qt_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """The fourth warpgroup: dKV of every tile, piece by piece, the next piece's products under this one's atomics.
+    """The fourth warpgroup: dKV of every tile, piece by piece.
 
-    The last piece of a tile waits for the first products of the next one.
+    A warp cannot do anything else while its products wait for the tensor cores. So lanes exchange a piece between the
+    two groups of products of the next, and the last piece of a tile waits for the first products of the next tile.
     """
     TAIL: gl.constexpr = DT // PIECE
     PIECES: gl.constexpr = TAIL + D // PIECE
@@ -198,15 +212,17 @@ def add_keys(  # type: ignore[no-untyped-def]
             # In registers: all products read them, and the consumers may write the next ones at once.
             ds = ds_s.load(LEFT)
             p = p_s.load(LEFT)
-            acc = piece(q_s, do_s, qt_s, p, ds, z, 0, TAIL)
-            put(ptrs + LAST, held, ok, t, ORDERED)
+            acc = of_queries(q_s, qt_s, ds, z, 0, TAIL)
+            x = turned(held, ORDERED)
+            acc = of_outputs(acc, do_s, p, z, 0, TAIL)
+            put(ptrs + LAST, x, ok, t, ORDERED)
             slots = rows_s.index(t & 1).load(slots_of)
             mbarrier.arrive(ds_empty.index(0))
             ptrs, ok = targets(dkv, rows, w % head_blocks, head_blocks, slots, DT, KIND_B, ORDERED)
             for j in gl.static_range(PIECES):
                 if j + 1 < PIECES:
-                    coming = piece(q_s, do_s, qt_s, p, ds, z, j + 1, TAIL)
-                    acc = warpgroup_mma_wait(1 if j + 1 < TAIL else 2, deps=[acc])
+                    coming = of_queries(q_s, qt_s, ds, z, j + 1, TAIL)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
                 else:
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     # No warp says that the queries are free before all have read them.
@@ -215,13 +231,14 @@ def add_keys(  # type: ignore[no-untyped-def]
                 if j >= TAIL and (j - TAIL) % PER_CHUNK == PER_CHUNK - 1:
                     mbarrier.arrive(q_empty.index((j - TAIL) // PER_CHUNK), pred=i + 1 == tiles)
                 if j + 1 < PIECES:
-                    put(ptrs + first_channel(j, TAIL), acc, ok, t, ORDERED)
-                    acc = coming
+                    x = turned(acc, ORDERED)
+                    acc = of_outputs(coming, do_s, p, z, j + 1, TAIL)
+                    put(ptrs + first_channel(j, TAIL), x, ok, t, ORDERED)
             held = acc
             t += 1
         w = coming_w
         tiles = coming_tiles
-    put(ptrs + LAST, held, ok, t, ORDERED)
+    put(ptrs + LAST, turned(held, ORDERED), ok, t, ORDERED)
 
 
 @gluon.jit

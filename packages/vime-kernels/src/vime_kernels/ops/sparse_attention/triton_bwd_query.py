@@ -66,8 +66,9 @@ def query_kernel(  # type: ignore[no-untyped-def]
     if HAS_DLSE:
         grad = tl.load(dlse + row * H + heads, mask=live, other=0.0)
         share = tl.exp2(tl.minimum(total - lse_keys, LARGE))
-        # Of a row without keys the gradient of lse may be anything.
-        delta -= tl.where(lse_keys > float("-inf"), grad * share, 0.0)
+        delta -= grad * share
+    # Of a row without keys the gradients may be anything.
+    delta = tl.where(lse_keys > float("-inf"), delta, 0.0)
 
     q_row = q + row * stride_qs + heads.to(tl.int64)[:, None] * stride_qh
     q_v = tl.load(q_row + dv[None, :], mask=live[:, None], other=0.0)
@@ -86,6 +87,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
         kv_v = tl.load(kv_rows + dv[None, :], mask=valid[:, None], other=0.0)
         s = tl.dot(q_v, tl.trans(kv_v), input_precision="ieee")
         dp = tl.dot(do_v, tl.trans(kv_v), input_precision="ieee")
+        dp = tl.where(valid[None, :], dp, 0.0)
         if DT > 0:
             kv_t = tl.load(kv_rows + DV + dt[None, :], mask=valid[:, None], other=0.0)
             s = tl.dot(q_t, tl.trans(kv_t), s, input_precision="ieee")
