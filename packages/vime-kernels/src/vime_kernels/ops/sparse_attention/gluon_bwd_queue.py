@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which row a program of the Hopper backward takes next.
 
-Multiprocessors are not equally fast where the L2 cache binds, so rows are not dealt out in advance: the producer takes
-the next one from a counter and tells the other roles through shared memory, a row ahead, because all of them begin with
-a row before they are through with the last. Neighbouring rows, which share keys, then run at the same time to the end.
+Rows that are dealt out in advance let programs drift apart, until neighbouring rows, which share keys, no longer run at
+the same time, and one program ends last. So the producer takes the next row from a counter, and tells the other roles
+through shared memory, a row ahead, as all of them begin with a row before they are through with the last.
 """
 
 from triton.experimental import gluon
