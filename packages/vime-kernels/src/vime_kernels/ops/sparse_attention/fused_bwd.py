@@ -4,7 +4,7 @@
 By default the kernel adds dKV with float32 atomics, in no fixed order. In deterministic mode it stores a row for every
 slot and block of 64 heads, rounded to the dtype of q, at the slot's rank among all slots sorted by key
 (`triton_ranks`), and `add_segments` sums each key's rows in that order. Leaves a backward without gradients of the
-keys to `triton_bwd`.
+keys to `gluon_bwd`.
 """
 
 from collections.abc import Callable
@@ -48,16 +48,18 @@ def backward(
     lists = lists or sources.rows
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dsink_SH = torch.empty((S, H), dtype=torch.float32, device=q.device) if sink is not None else None
-    # A tile's slots without a key have rows behind the last.
-    dkv = torch.zeros((n_a + n_b + 64, D), dtype=torch.float32, device=q.device)
-    target, rank, head_blocks = dkv, None, -(-H // 64)
+    rank, ordered, head_blocks = None, None, -(-H // 64)
     step = step or max(1, S)
     if deterministic and S and H:
         slot_rows = (sources.width_a + sources.slots_b) * head_blocks
         step = _whole_waves(
             S, head_blocks, WORKSPACE_BYTES // max(1, slot_rows * D * q.element_size()), q.device
         )
-        target = torch.empty((step * slot_rows, D), dtype=q.dtype, device=q.device)
+        ordered = torch.empty((step * slot_rows, D), dtype=q.dtype, device=q.device)
+    # A tile's slots without a key have rows behind the last; behind those, 16 bytes for every chunk's counter.
+    spare = 64 + -(-4 * -(-S // step) // D)
+    dkv = torch.zeros((n_a + n_b + spare, D), dtype=torch.float32, device=q.device)
+    counters = dkv[n_a + n_b + 64 :].view(torch.int32).view(-1, 4)
     for first in range(0, S if H else 0, step):
         rows = slice(first, min(first + step, S))
         part = lists(rows)
@@ -67,10 +69,11 @@ def backward(
             rank, offsets = ranks(part, rows.stop - first)
         launch(
             q[rows], part, sink, out[rows], lse[rows], do[rows], None if dlse is None else dlse[rows],
-            dq[rows], None if dsink_SH is None else dsink_SH[rows], target, rank, scale,
+            dq[rows], None if dsink_SH is None else dsink_SH[rows],
+            dkv if ordered is None else ordered, rank, counters[first // step], scale,
         )  # fmt: skip
-        if deterministic:
-            add_segments(target, offsets, dkv[: n_a + n_b], per_slot=head_blocks)
+        if ordered is not None:
+            add_segments(ordered, offsets, dkv[: n_a + n_b], per_slot=head_blocks)
     run = 8 if deterministic else 4
     return (
         dq,

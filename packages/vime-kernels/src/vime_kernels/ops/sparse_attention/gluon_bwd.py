@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vime_kernels.ops.sparse_attention.gluon_producers import produce_backward
+from vime_kernels.ops.sparse_attention.gluon_bwd_producer import produce_backward
 from vime_kernels.ops.sparse_attention.gluon_tiles import (
     BH,
     BK,
@@ -85,8 +85,10 @@ def consume(  # type: ignore[no-untyped-def]
             delta = gl.convert_layout(gl.sum(prod, axis=1), COLS)
             if HAS_DLSE:
                 grad = gl.load(dlse + row * H + heads, mask=live, other=0.0)
-                share = gl.where(lse_keys > float("-inf"), gl.exp2(gl.minimum(total - lse_keys, LARGE)), 0.0)
+                share = gl.exp2(gl.minimum(total - lse_keys, LARGE))
                 delta -= gl.where(live, grad * share, 0.0)
+            # Of a row without keys the gradients may be anything.
+            delta = gl.where(lse_keys > float("-inf"), delta, 0.0)
 
             # Two numbers a head, read again for every tile: registers are what this kernel has least of.
             head_s.index(0).store(total)
@@ -120,6 +122,7 @@ def consume(  # type: ignore[no-untyped-def]
                 s, dp = warpgroup_mma_wait(0, deps=[s, dp])
                 p = gl.exp2(s * scale_log2 - head_s.index(0).load(COLS)[None, :])
                 p = gl.where(valid[:, None], p, 0.0)
+                dp = gl.where(valid[:, None], dp, 0.0)
                 if HAS_SINK:
                     exact += sum_in_thread(p * dp)
                 ds = p * (dp - head_s.index(1).load(COLS)[None, :]) * scale

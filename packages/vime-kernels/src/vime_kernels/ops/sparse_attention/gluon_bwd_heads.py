@@ -73,8 +73,9 @@ def head_terms(  # type: ignore[no-untyped-def]
             fence_async_shared()
     if HAS_DLSE:
         grad = gl.load(dlse + row * H + heads, mask=live, other=0.0)
-        share = gl.where(lse_keys > float("-inf"), gl.exp2(gl.minimum(total - lse_keys, LARGE)), 0.0)
-        delta -= gl.where(live, grad * share, 0.0)
+        share = gl.exp2(gl.minimum(total - lse_keys, LARGE))
+        # Of a row without keys the gradient of lse may be anything.
+        delta -= gl.where(live & (lse_keys > float("-inf")), grad * share, 0.0)
     return total, delta, p_sink
 
 

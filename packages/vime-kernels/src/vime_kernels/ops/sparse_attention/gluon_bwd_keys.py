@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vime_kernels.ops.sparse_attention.gluon_bwd_heads import head_terms, of_row
+from vime_kernels.ops.sparse_attention.gluon_bwd_queue import make_queue, row_behind
 from vime_kernels.ops.sparse_attention.gluon_bwd_roles import (
     HB,
     SCORES,
@@ -39,14 +40,7 @@ from vime_kernels.ops.sparse_attention.gluon_bwd_roles import (
     chunk,
     produce_rows,
 )
-from vime_kernels.ops.sparse_attention.gluon_tiles import (
-    BH,
-    BK,
-    DC,
-    LOG2E,
-    SHARED,
-    seen_by,
-)
+from vime_kernels.ops.sparse_attention.gluon_tiles import BH, BK, DC, LOG2E, SHARED, seen_by
 from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
 
 CHUNK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -110,7 +104,7 @@ def consume(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Consumer ME of 0, 1: P and dS of its half of the heads, and its half of the channels of dQ."""
     q_s, do_s, kv_s, p_s, ds_s, lent_s, head_s, rows_s = bufs
-    full, empty, rows_full, q_full, ds_full, ds_empty, lent_full = bars
+    full, empty, rows_full, q_full, ds_full, ds_empty, lent_full, queue = bars
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     scale_log2 = scale * LOG2E
     t = 0
@@ -119,7 +113,9 @@ def consume(  # type: ignore[no-untyped-def]
         gl.program_id(0), work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
         ME, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
     )  # fmt: skip
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
+    n = 0
+    w = gl.program_id(0)
+    while w < work:
         row = (w // head_blocks).to(gl.int64)
         hb = w % head_blocks
         busy = tiles > 0
@@ -225,9 +221,11 @@ def consume(  # type: ignore[no-untyped-def]
             if HAS_SINK:
                 heads = hb * BH + ME * HB + gl.arange(0, HB, layout=COLS)
                 gl.store(dsink + row * H + heads, gl.zeros([HB], gl.float32, COLS), mask=heads < H)
+        w = row_behind(queue, n)
+        n += 1
         # The next row's, under what is still being stored of this one.
         tiles, o0, o1, o2, o3, lse_keys, sinks = of_row(
-            w + gl.num_programs(0), work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
+            w, work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
             ME, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
         )  # fmt: skip
         tma.store_wait(0)
@@ -238,7 +236,7 @@ def consume(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["n_a", "n_b", "work"])
 def backward_kernel(  # type: ignore[no-untyped-def]
     q_desc, qt_desc, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, rank,
-    sink, out, lse, do_desc, dlse, dq, dq_desc, dsink, dkv,
+    sink, out, lse, do_desc, dlse, dq, dq_desc, dsink, dkv, counter,
     n_a, n_b, H, K, scale, work, head_blocks,
     stride_a, stride_b, stride_is, stride_rank, stride_os, stride_oh,
     HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
@@ -265,6 +263,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     ds_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     ds_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     lent_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    queue = make_queue()
     for c in gl.static_range(4):
         mbarrier.init(full.index(c), count=128)
         mbarrier.init(empty.index(c), count=1)
@@ -279,7 +278,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     gl.thread_barrier()
     ranges = (starts_a, ends_a, starts_b, ends_b, lengths, n_a, n_b, K)
     bufs = (q_s, do_s, kv_s, p_s, ds_s, lent_s, head_s, rows_s)
-    bars = (full, empty, rows_full, q_full, ds_full, ds_empty, lent_full)
+    bars = (full, empty, rows_full, q_full, ds_full, ds_empty, lent_full, queue)
     gl.warp_specialize(
         [
             (consume, (
@@ -291,12 +290,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 bufs, bars, 1, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, HEADS,
             )),
             (add_keys, (
-                ranges, dkv, work, head_blocks, q_s, do_s, q_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
+                ranges, dkv, work, head_blocks, queue, q_s, do_s, q_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
                 0, HAS_A, KIND_B, HAS_LENGTHS,
             )),
             (produce_rows, (
                 q_desc, do_desc, q_desc, kv_a, kv_b, ranges, indices, rank, n_a, n_b, work, head_blocks,
-                stride_a, stride_b, stride_is, stride_rank,
+                counter, queue, stride_a, stride_b, stride_is, stride_rank,
                 q_s, do_s, q_s, kv_s, kv_s, rows_s, full, empty, rows_full, q_full, q_empty,
                 0, HAS_A, KIND_B, HAS_LENGTHS, ORDERED,
             )),
@@ -317,22 +316,25 @@ def launch(
     dsink_SH: torch.Tensor | None,
     dkv: torch.Tensor,
     rank: torch.Tensor | None,
+    counter: torch.Tensor,
     scale: float,
     *,
     kernel: Any = backward_kernel,
 ) -> None:
     """Writes dq and dsink_SH. Adds to the rows of a float32 dkv; else stores the rows of slots there, by rank.
 
-    `kernel` is the one for the width of q.
+    `counter` is an int32 that is 0, and `kernel` the one for the width of q.
     """
     (S, H, _), args, dummy = q.shape, sources.kernel_arguments(q), host_or_dummy(q)
     head_blocks = -(-H // 64)
     work = S * head_blocks
+    q_desc = _heads(q, HALVES_3)
+    qt_desc = _heads(q, HALVES_3, 64) if q.shape[-1] > D.value else q_desc
     programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
     kernel[(programs,)](
-        _heads(q, HALVES_3), _heads(q, HALVES_3, 64), *args.tensors, dummy(rank),
+        q_desc, qt_desc, *args.tensors, dummy(rank),
         dummy(sink), out, lse, _heads(do, HALVES_3), dummy(dlse), dq, _heads(dq, SHARED_3), dummy(dsink_SH), dkv,
-        args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
+        counter, args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
         args.stride_a, args.stride_b, args.stride_is, 0 if rank is None else rank.stride(0),
         out.stride(0), out.stride(1),
         HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths, HAS_SINK=sink is not None,

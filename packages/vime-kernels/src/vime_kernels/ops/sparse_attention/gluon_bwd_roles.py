@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from vime_kernels.ops.sparse_attention.gluon_bwd_queue import announce, claim, row_behind
 from vime_kernels.ops.sparse_attention.gluon_tiles import (
     BH,
     BK,
@@ -85,17 +86,21 @@ def first_channel(j, tail):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def piece(q_s, do_s, qt_s, p, ds, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Start the products of one piece of dKV."""
+def of_queries(q_s, qt_s, ds, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start the products of one piece of dKV with the queries."""
     first: gl.constexpr = first_channel(j, TAIL)
-    acc = gl.zeros([BK, PIECE], gl.float32, SCORES)
     if first >= D:
-        # Values have no part in them.
-        acc = warpgroup_mma(ds, qt_s.index(z).slice(first - D, PIECE, dim=1), acc, is_async=True)
+        x = qt_s.index(z).slice(first - D, PIECE, dim=1)
     else:
-        acc = warpgroup_mma(
-            ds, q_s.index(z + first // DC).slice(first % DC, PIECE, dim=1), acc, is_async=True
-        )
+        x = q_s.index(z + first // DC).slice(first % DC, PIECE, dim=1)
+    return warpgroup_mma(ds, x, gl.zeros([BK, PIECE], gl.float32, SCORES), is_async=True)
+
+
+@gluon.jit
+def of_outputs(acc, do_s, p, z, j: gl.constexpr, TAIL: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Start those with the gradients of the output; values have no part in the tail."""
+    first: gl.constexpr = first_channel(j, TAIL)
+    if first < D:
         acc = warpgroup_mma(
             p, do_s.index(z + first // DC).slice(first % DC, PIECE, dim=1), acc, is_async=True
         )
@@ -119,15 +124,14 @@ def runs(acc):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def targets(  # type: ignore[no-untyped-def]
-    dkv, rows, block, blocks, rows_s, t, DT: gl.constexpr, KIND_B: gl.constexpr, ORDERED: gl.constexpr
+    dkv, rows, block, blocks, slots, DT: gl.constexpr, KIND_B: gl.constexpr, ORDERED: gl.constexpr
 ):  # fmt: skip
-    """Where a piece of dKV of tile t goes, and which of its slots are keys.
+    """Where a piece of dKV of a tile goes, and which of its slots are keys.
 
     Atomics with a condition would be branches. So slots without a key add their zeros behind the last of `rows`, and
     each to a row of its own, as programs would wait for each other at one.
     """
     layout: gl.constexpr = RUNS if ORDERED else LINES
-    slots = rows_s.index(t & 1).load(gl.SliceLayout(1, layout))
     valid = slots >= 0
     if ORDERED:
         target = slots * blocks + block
@@ -141,14 +145,25 @@ def targets(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def put(ptrs, acc, ok, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds a piece of dKV to its rows, or stores it where every slot has a row of its own."""
+def turned(acc, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A piece of dKV as `put` needs it."""
     if ORDERED:
-        gl.store(ptrs, runs(acc).to(ptrs.dtype.element_ty), mask=ok)
+        return runs(acc)
     else:
-        gl.atomic_add(ptrs, lines(acc), sem="relaxed")
-    # ptxas would put it off until the products of later pieces have no registers.
-    gl.thread_barrier()
+        return lines(acc)
+
+
+@gluon.jit
+def put(ptrs, x, ok, t, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds a piece of dKV, turned, to its rows, or stores it where every slot has a row of its own."""
+    if ORDERED:
+        gl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=ok)
+    else:
+        gl.atomic_add(ptrs, x, sem="relaxed")
+    # ptxas would put it off until the products of later pieces have no registers; a barrier of the warp stops it.
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [t], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -164,49 +179,71 @@ def tiles_of(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def add_keys(  # type: ignore[no-untyped-def]
-    ranges, dkv, work, head_blocks, q_s, do_s, qt_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
+    ranges, dkv, work, head_blocks, queue, q_s, do_s, qt_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """The fourth warpgroup: dKV of every tile, piece by piece, the next piece's products under this one's atomics."""
+    """The fourth warpgroup: dKV of every tile, piece by piece.
+
+    A warp cannot do anything else while its products wait for the tensor cores. So lanes exchange a piece between the
+    two groups of products of the next, and the last piece of a tile waits for the first products of the next tile.
+    """
     TAIL: gl.constexpr = DT // PIECE
     PIECES: gl.constexpr = TAIL + D // PIECE
     PER_CHUNK: gl.constexpr = DC // PIECE
+    LAST: gl.constexpr = first_channel(PIECES - 1, TAIL)
     ORDERED: gl.constexpr = dkv.dtype.element_ty != gl.float32
+    rows = ranges[5] + ranges[6]
+    slots_of: gl.constexpr = gl.SliceLayout(1, RUNS if ORDERED else LINES)
+    # Before the first tile: zeros, and no slot is a key.
+    ptrs, ok = targets(dkv, rows, 0, head_blocks, gl.full([BK], -1, gl.int32, slots_of), DT, KIND_B, ORDERED)
+    held = gl.zeros([BK, PIECE], gl.float32, SCORES)
     t = 0
-    tiles = tiles_of(gl.program_id(0), work, head_blocks, ranges, HAS_A, KIND_B, HAS_LENGTHS)
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
+    n = 0
+    w = gl.program_id(0)
+    tiles = tiles_of(w, work, head_blocks, ranges, HAS_A, KIND_B, HAS_LENGTHS)
+    while w < work:
+        coming_w = row_behind(queue, n)
+        n += 1
         # A load that waited here would wait for the atomics of the last tile.
-        coming_tiles = tiles_of(w + gl.num_programs(0), work, head_blocks, ranges, HAS_A, KIND_B, HAS_LENGTHS)
+        coming_tiles = tiles_of(coming_w, work, head_blocks, ranges, HAS_A, KIND_B, HAS_LENGTHS)
         for i in range(0, tiles):
             z = t >> 30
             mbarrier.wait(ds_full.index(0), t & 1)
-            ptrs, ok = targets(
-                dkv, ranges[5] + ranges[6], w % head_blocks, head_blocks, rows_s, t, DT, KIND_B, ORDERED
-            )
             # In registers: all products read them, and the consumers may write the next ones at once.
             ds = ds_s.load(LEFT)
             p = p_s.load(LEFT)
+            acc = of_queries(q_s, qt_s, ds, z, 0, TAIL)
+            x = turned(held, ORDERED)
+            acc = of_outputs(acc, do_s, p, z, 0, TAIL)
+            put(ptrs + LAST, x, ok, t, ORDERED)
+            slots = rows_s.index(t & 1).load(slots_of)
             mbarrier.arrive(ds_empty.index(0))
-            acc = piece(q_s, do_s, qt_s, p, ds, z, 0, TAIL)
+            ptrs, ok = targets(dkv, rows, w % head_blocks, head_blocks, slots, DT, KIND_B, ORDERED)
             for j in gl.static_range(PIECES):
                 if j + 1 < PIECES:
-                    coming = piece(q_s, do_s, qt_s, p, ds, z, j + 1, TAIL)
-                    acc = warpgroup_mma_wait(1 if j + 1 < TAIL else 2, deps=[acc])
+                    coming = of_queries(q_s, qt_s, ds, z, j + 1, TAIL)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
                 else:
                     acc = warpgroup_mma_wait(0, deps=[acc])
+                    # No warp says that the queries are free before all have read them.
+                    gl.thread_barrier()
                 # The next row's queries arrive chunk by chunk, as soon as the last tile has no use for a chunk.
                 if j >= TAIL and (j - TAIL) % PER_CHUNK == PER_CHUNK - 1:
                     mbarrier.arrive(q_empty.index((j - TAIL) // PER_CHUNK), pred=i + 1 == tiles)
-                put(ptrs + first_channel(j, TAIL), acc, ok, ORDERED)
                 if j + 1 < PIECES:
-                    acc = coming
+                    x = turned(acc, ORDERED)
+                    acc = of_outputs(coming, do_s, p, z, j + 1, TAIL)
+                    put(ptrs + first_channel(j, TAIL), x, ok, t, ORDERED)
+            held = acc
             t += 1
+        w = coming_w
         tiles = coming_tiles
+    put(ptrs + LAST, turned(held, ORDERED), ok, t, ORDERED)
 
 
 @gluon.jit
 def produce_rows(  # type: ignore[no-untyped-def]
-    q_desc, do_desc, qt_desc, kv_a, kv_b, ranges, indices, rank, n_a, n_b, work, head_blocks,
+    q_desc, do_desc, qt_desc, kv_a, kv_b, ranges, indices, rank, n_a, n_b, work, head_blocks, counter, queue,
     stride_a, stride_b, stride_is, stride_rank,
     q_s, do_s, qt_s, kv_s, kvt_s, rows_s, full, empty, rows_full, q_full, q_empty,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr, ORDERED: gl.constexpr,
@@ -216,10 +253,16 @@ def produce_rows(  # type: ignore[no-untyped-def]
     nbytes: gl.constexpr = q_desc.block_type.nbytes + do_desc.block_type.nbytes
     t = 0
     r = 0
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
+    n = 0
+    w = gl.program_id(0)
+    ticket = claim(counter)
+    while w < work:
         row = (w // head_blocks).to(gl.int64)
         hb = w % head_blocks
         start_a, end_a, start_b, count_b = row_sources(row, *ranges, HAS_A, KIND_B, HAS_LENGTHS)
+        coming_w = announce(queue, n, ticket)
+        n += 1
+        ticket = claim(counter)
         tiles_a, tiles = count_tiles(start_a, end_a, count_b)
         picks_row = indices + row * stride_is
         rows, valid = tile_rows(
@@ -279,3 +322,4 @@ def produce_rows(  # type: ignore[no-untyped-def]
                     tma.async_copy_global_to_shared(q_desc, at, q_full.index(c), q_to)
                     tma.async_copy_global_to_shared(do_desc, at, q_full.index(c), do_to)
                 r += 1
+        w = coming_w

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vime_kernels.ops.sparse_attention import gluon_bwd_keys
 from vime_kernels.ops.sparse_attention.gluon_bwd_heads import head_terms, of_row
 from vime_kernels.ops.sparse_attention.gluon_bwd_keys import CHUNK, HALVES, LENT, borrow, lend, sum_in_thread
+from vime_kernels.ops.sparse_attention.gluon_bwd_queue import make_queue, row_behind
 from vime_kernels.ops.sparse_attention.gluon_bwd_roles import (
     HB,
     SCORES,
@@ -33,14 +34,7 @@ from vime_kernels.ops.sparse_attention.gluon_bwd_roles import (
     chunk,
     produce_rows,
 )
-from vime_kernels.ops.sparse_attention.gluon_tiles import (
-    BH,
-    BK,
-    DC,
-    LOG2E,
-    SHARED,
-    seen_by,
-)
+from vime_kernels.ops.sparse_attention.gluon_tiles import BH, BK, DC, LOG2E, SHARED, seen_by
 
 DT = gl.constexpr(64)
 
@@ -131,7 +125,7 @@ def consume(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Consumer ME of 0, 1: P or dS, and its half of the channels of dQ."""
     q_s, do_s, qt_s, kv_s, kvt_s, p_s, ds_s, head_s, rows_s = bufs
-    full, empty, rows_full, q_full, heads_full, p_full, ds_full, ds_empty = bars
+    full, empty, rows_full, q_full, heads_full, p_full, ds_full, ds_empty, queue = bars
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     t = 0
     r = 0
@@ -139,7 +133,9 @@ def consume(  # type: ignore[no-untyped-def]
         gl.program_id(0), work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
         ME, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
     )  # fmt: skip
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
+    n = 0
+    w = gl.program_id(0)
+    while w < work:
         row = (w // head_blocks).to(gl.int64)
         hb = w % head_blocks
         busy = tiles > 0
@@ -151,7 +147,8 @@ def consume(  # type: ignore[no-untyped-def]
             # Three numbers a head, read again for every tile: registers are what this kernel has least of.
             head_s.index(0).slice(ME * HB, HB).store(total)
             head_s.index(1).slice(ME * HB, HB).store(delta)
-            head_s.index(2).slice(ME * HB, HB).store(p_sink)
+            # Two deep: consumer 1 may still read the last row's.
+            head_s.index(2 + (r & 1)).slice(ME * HB, HB).store(p_sink)
             mbarrier.arrive(heads_full.index(0))
             mbarrier.wait(heads_full.index(0), r & 1)
             r += 1
@@ -219,8 +216,8 @@ def consume(  # type: ignore[no-untyped-def]
             gl.store(t_ptr, dqt.to(p_s.dtype), mask=(t_heads < H)[:, None] & (td >= 0)[None, :])
             if HAS_SINK and ME == 1:
                 # From float32 products: delta itself comes from the rounded output, and dsink is a sum of such deltas.
-                store_sink(dsink + row * H, exact0, head_s.index(2), last, H, 0)
-                store_sink(dsink + row * H, exact1, head_s.index(2), last, H, 1)
+                store_sink(dsink + row * H, exact0, head_s.index(2 + ((r - 1) & 1)), last, H, 0)
+                store_sink(dsink + row * H, exact1, head_s.index(2 + ((r - 1) & 1)), last, H, 1)
         else:
             d_heads = hb * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, STORE))
             d = ME * 2 * DC + gl.arange(0, DC, layout=gl.SliceLayout(0, STORE))
@@ -234,9 +231,11 @@ def consume(  # type: ignore[no-untyped-def]
             if HAS_SINK and ME == 1:
                 heads = hb * BH + gl.arange(0, BH, layout=gl.SliceLayout(0, STORE))
                 gl.store(dsink + row * H + heads, gl.zeros_like(heads).to(gl.float32), mask=heads < H)
+        w = row_behind(queue, n)
+        n += 1
         # The next row's, under what is still being stored of this one.
         tiles, o0, o1, o2, o3, lse_keys, sinks = of_row(
-            w + gl.num_programs(0), work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
+            w, work, head_blocks, ranges, sink, out, lse, H, stride_os, stride_oh,
             ME, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK,
         )  # fmt: skip
         tma.store_wait(0)
@@ -247,7 +246,7 @@ def consume(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=["n_a", "n_b", "work"])
 def backward_kernel(  # type: ignore[no-untyped-def]
     q_desc, qt_desc, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, rank,
-    sink, out, lse, do_desc, dlse, dq, dq_desc, dsink, dkv,
+    sink, out, lse, do_desc, dlse, dq, dq_desc, dsink, dkv, counter,
     n_a, n_b, H, K, scale, work, head_blocks,
     stride_a, stride_b, stride_is, stride_rank, stride_os, stride_oh,
     HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_SINK: gl.constexpr,
@@ -264,7 +263,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     qt_s = gl.allocate_shared_memory(dtype, [1, BH, DT], HALVES)
     kvt_s = gl.allocate_shared_memory(dtype, [1, BK, DT], HALVES)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    head_s = gl.allocate_shared_memory(gl.float32, [3, BH], flat)
+    head_s = gl.allocate_shared_memory(gl.float32, [4, BH], flat)
     rows_s = gl.allocate_shared_memory(gl.int32, [2, BK], flat)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [5, 1], barrier)
@@ -276,6 +275,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     ds_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     ds_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    queue = make_queue()
     for c in gl.static_range(4):
         mbarrier.init(full.index(c), count=128)
         mbarrier.init(empty.index(c), count=1)
@@ -293,7 +293,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     gl.thread_barrier()
     ranges = (starts_a, ends_a, starts_b, ends_b, lengths, n_a, n_b, K)
     bufs = (q_s, do_s, qt_s, kv_s, kvt_s, p_s, ds_s, head_s, rows_s)
-    bars = (full, empty, rows_full, q_full, heads_full, p_full, ds_full, ds_empty)
+    bars = (full, empty, rows_full, q_full, heads_full, p_full, ds_full, ds_empty, queue)
     gl.warp_specialize(
         [
             (consume, (
@@ -305,17 +305,17 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 stride_os, stride_oh, bufs, bars, 1, HAS_A, KIND_B, HAS_LENGTHS, HAS_SINK, HAS_DLSE, HEADS,
             )),
             (add_keys, (
-                ranges, dkv, work, head_blocks, q_s, do_s, qt_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
+                ranges, dkv, work, head_blocks, queue, q_s, do_s, qt_s, p_s, ds_s, rows_s, q_empty, ds_full, ds_empty,
                 DT, HAS_A, KIND_B, HAS_LENGTHS,
             )),
             (produce_rows, (
                 q_desc, do_desc, qt_desc, kv_a, kv_b, ranges, indices, rank, n_a, n_b, work, head_blocks,
-                stride_a, stride_b, stride_is, stride_rank,
+                counter, queue, stride_a, stride_b, stride_is, stride_rank,
                 q_s, do_s, qt_s, kv_s, kvt_s, rows_s, full, empty, rows_full, q_full, q_empty,
                 DT, HAS_A, KIND_B, HAS_LENGTHS, ORDERED,
             )),
         ],
-        [4, 4, 4], [192, 96, 32],
+        [4, 4, 4], [192, 104, 24],
     )  # fmt: skip
 
 

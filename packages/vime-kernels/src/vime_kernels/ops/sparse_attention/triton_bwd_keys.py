@@ -34,10 +34,10 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
     count = K
     if HAS_LENGTHS:
         count = tl.minimum(tl.maximum(tl.load(lengths + row), 0), K)
-    q_at = q + row * stride_qs + heads[:, None] * stride_qh + d[None, :]
+    q_at = q + row * stride_qs + heads.to(tl.int64)[:, None] * stride_qh + d[None, :]
     q_tile = tl.load(q_at, mask=live[:, None], other=0.0)
     if HAS_V:
-        do_at = do + row * stride_gs + heads[:, None] * stride_gh + d[None, :]
+        do_at = do + row * stride_gs + heads.to(tl.int64)[:, None] * stride_gh + d[None, :]
         do_tile = tl.load(do_at, mask=live[:, None], other=0.0)
     workspace = (row * slots + slots_a) * H + heads[None, :]
     for i in tl.range(0, tl.cdiv(count, BK), num_stages=STAGES):
@@ -107,10 +107,10 @@ def range_kernel(  # type: ignore[no-untyped-def]
             slot = slot_first + keys - start
             ws = (row * slots + slot)[:, None] * H + heads[None, :]
             ds = tl.load(ds_ws + ws, mask=used, other=0.0)
-            q_at = q + row * stride_qs + heads[:, None] * stride_qh + d[None, :]
+            q_at = q + row * stride_qs + heads.to(tl.int64)[:, None] * stride_qh + d[None, :]
             acc = tl.dot(ds, tl.load(q_at, mask=live[:, None], other=0.0), acc, input_precision="ieee")
             p = tl.load(p_ws + ws, mask=used, other=0.0)
-            do_at = do + row * stride_gs + heads[:, None] * stride_gh + d[None, :]
+            do_at = do + row * stride_gs + heads.to(tl.int64)[:, None] * stride_gh + d[None, :]
             acc = tl.dot(p, tl.load(do_at, mask=live[:, None], other=0.0), acc, input_precision="ieee")
         tl.store(at, acc, mask=(keys < n)[:, None])
 

@@ -52,8 +52,8 @@ def query_kernel(  # type: ignore[no-untyped-def]
     start_b, count_b = load_count_b(starts_b, ends_b, lengths, row, n_b, K, KIND_B, HAS_LENGTHS)
     picks_row = indices + row * stride_is
 
-    o_row = out + row * stride_os + heads[:, None] * stride_oh
-    g_row = do + row * stride_gs + heads[:, None] * stride_gh
+    o_row = out + row * stride_os + heads.to(tl.int64)[:, None] * stride_oh
+    g_row = do + row * stride_gs + heads.to(tl.int64)[:, None] * stride_gh
     do_v = tl.load(g_row + dv[None, :], mask=live[:, None], other=0.0)
     o_v = tl.load(o_row + dv[None, :], mask=live[:, None], other=0.0)
     delta = tl.sum(o_v.to(tl.float32) * do_v.to(tl.float32), 1)
@@ -65,10 +65,12 @@ def query_kernel(  # type: ignore[no-untyped-def]
         total = peak + tl.log2(tl.exp2(lse_keys - peak) + tl.exp2(sink_log2 - peak))
     if HAS_DLSE:
         grad = tl.load(dlse + row * H + heads, mask=live, other=0.0)
-        share = tl.where(lse_keys > float("-inf"), tl.exp2(tl.minimum(total - lse_keys, LARGE)), 0.0)
+        share = tl.exp2(tl.minimum(total - lse_keys, LARGE))
         delta -= grad * share
+    # Of a row without keys the gradients may be anything.
+    delta = tl.where(lse_keys > float("-inf"), delta, 0.0)
 
-    q_row = q + row * stride_qs + heads[:, None] * stride_qh
+    q_row = q + row * stride_qs + heads.to(tl.int64)[:, None] * stride_qh
     q_v = tl.load(q_row + dv[None, :], mask=live[:, None], other=0.0)
     acc = tl.zeros([BH, DV], tl.float32)
     exact = tl.zeros([BH], tl.float32)
@@ -85,6 +87,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
         kv_v = tl.load(kv_rows + dv[None, :], mask=valid[:, None], other=0.0)
         s = tl.dot(q_v, tl.trans(kv_v), input_precision="ieee")
         dp = tl.dot(do_v, tl.trans(kv_v), input_precision="ieee")
+        dp = tl.where(valid[None, :], dp, 0.0)
         if DT > 0:
             kv_t = tl.load(kv_rows + DV + dt[None, :], mask=valid[:, None], other=0.0)
             s = tl.dot(q_t, tl.trans(kv_t), s, input_precision="ieee")

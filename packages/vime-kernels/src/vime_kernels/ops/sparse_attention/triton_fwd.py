@@ -111,7 +111,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     start_b, count_b = load_count_b(starts_b, ends_b, lengths, row, n_b, K, KIND_B, HAS_LENGTHS)
     picks_row = indices + row * stride_is
 
-    q_row = q + row * stride_qs + heads[:, None] * stride_qh
+    q_row = q + row * stride_qs + heads.to(tl.int64)[:, None] * stride_qh
     q_v = tl.load(q_row + dv[None, :], mask=live[:, None], other=0.0)
     if DT > 0:
         q_t = tl.load(q_row + DV + dt[None, :], mask=live[:, None], other=0.0)
@@ -143,7 +143,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     if HAS_SINK:
         sink_log2 = tl.load(sink + heads, mask=live, other=float("-inf")) * LOG2E
         total += tl.exp2(sink_log2 - m)
-    o_row = out + row * stride_os + heads[:, None] * stride_oh
+    o_row = out + row * stride_os + heads.to(tl.int64)[:, None] * stride_oh
     tl.store(o_row + dv[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
     lse_row = tl.where(norm > 0, (m + tl.log2(norm)) * LN2, float("-inf"))
     tl.store(lse + row * H + heads, lse_row, mask=live)

@@ -99,10 +99,12 @@ def sparse_attention_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, kv_a, kv_b and the sink, each in the dtype of its tensor; empty where there is none to give."""
     sources = Sources(kv_a, starts_a, ends_a, width_a, kv_b, indices, lengths, starts_b, ends_b)
-    do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     sink32 = None if sink is None else sink.float()
-    hopper = config.hopper(q, kv_a, kv_b, do, d_v=out.shape[-1])
+    hopper = config.hopper(q, kv_a, kv_b, d_v=out.shape[-1])
+    if do.stride(-1) != 1 or (hopper and not config.hopper(q, do, d_v=out.shape[-1])):
+        # A copy is aligned.
+        do = do.clone(memory_format=torch.contiguous_format)
     group = _group(q, sources, deterministic)
     if hopper and needs_kv and group > 1:
         from vime_kernels.ops.sparse_attention import gluon_few

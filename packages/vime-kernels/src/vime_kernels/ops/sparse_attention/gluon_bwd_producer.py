@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer warpgroup of the Hopper backward: it gathers queries and tiles of keys, and computes nothing.
+"""The producer warpgroup of `gluon_bwd`: it gathers queries and tiles of keys, and computes nothing.
 
 A buffer is filled as soon as its barrier in `empty` says that the consumers let go of it; its barrier in `full` is
 arrived at by the copies themselves. Which rows a tile holds is `gluon_tiles.tile_rows`.
