@@ -7,12 +7,14 @@ the output, to which it adds both tiles: its own weights, from registers, and it
 reference that scores are taken against goes from consumer 0 to consumer 1 and back, and follows the maximum only once
 that has grown by GROW. So consumer 1 can add consumer 0's tile before it knows its own weights, and its softmax runs
 under that product. The four half tiles of a pair have a barrier each, so each is refilled as soon as its last reader
-is done. The first scores of the next row are under way while a row's output is divided and stored. Same mathematics
-and same contract as `triton_fwd`; widths 512 and 512 + 64, bfloat16 and float16.
+is done. The output is multiplied only when its reference has changed. The first scores of the next row are under way
+while a row's output is divided and stored. Same mathematics and same contract as `triton_fwd`; widths 512 and
+512 + 64, bfloat16 and float16.
 
-Weights pass a proxy fence before they are announced. Gathered keys have none between their barrier and the products,
-though PTX asks for one: FlashMLA's binary has none there either, results are the same bits with and without in every
-run, and a fence in every reader costs 1 to 2 %. Only capability 9.0 takes this kernel.
+Weights pass a proxy fence before they are announced; queries need none, as the bulk copy engine brings them. Gathered
+keys have none between their barrier and the products, though PTX asks for one: FlashMLA's binary has none there either,
+results are the same bits with and without in every run, and a fence in every reader costs 1 to 2 %. Only capability 9.0
+takes this kernel.
 
 Source: the pairing of tiles and the split of the output follow the idea of FlashMLA; warp roles as in FlashAttention-3
 (arXiv 2407.08608).
@@ -27,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vime_kernels.ops.sparse_attention.gluon_fwd_producer import SLOTS, produce
 from vime_kernels.ops.sparse_attention.gluon_tiles import BH, BK, HALF, LN2, LOG2E, NO_MAX, SHARED, seen_by
@@ -34,6 +37,7 @@ from vime_kernels.ops.sparse_attention.sources import Sources, host_or_dummy
 
 # In log2 units. Weights reach 2^8 at most, which float16 holds, and keep their relative precision.
 GROW = gl.constexpr(8.0)
+QUERIES = gl.NVMMASharedLayout(128, 16, 3)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
@@ -82,22 +86,35 @@ def end_scores(s, scale_log2, slots_s, slots_full, t, live, ME: gl.constexpr, HE
     return x
 
 
+@gluon.constexpr_function
+def scaling():  # type: ignore[no-untyped-def]
+    """PTX of `rescale`. The 128 numbers of a thread are of two rows, two of one and two of the other in turn."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, {'xxyy'[i % 4]};" for i in range(128))
+    return (
+        "{ .reg .pred p, q; .reg .f32 x, y; setp.neu.f32 p, $256, $384; setp.neu.f32 q, $258, $386; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; sub.f32 x, $256, $384; sub.f32 y, $258, $386; "
+        f"ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def scaling_operands():  # type: ignore[no-untyped-def]
+    """Its operands: 128 results in the registers of the numbers, then both references of each."""
+    return ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 256)
+
+
 @gluon.jit
 def rescale(o, old, new):  # type: ignore[no-untyped-def]
-    """The output against a new reference."""
-    return o * gl.convert_layout(gl.exp2(old - new), OUT_ROWS)[:, None]
+    """The output against a new reference. Nearly always that is the old one, and nothing is multiplied."""
+    old = gl.convert_layout(old, OUT_ROWS)[:, None]
+    new = gl.convert_layout(new, OUT_ROWS)[:, None]
+    return gl.inline_asm_elementwise(
+        scaling(), scaling_operands(), [o, old, new], dtype=gl.float32, is_pure=True, pack=128
+    )
 
 
 @gluon.jit
-def let_go(empty, TILE: gl.constexpr, HALF_TILE: gl.constexpr, DT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One half of a tile has had its last reader; its tail, which lies where its weights did, one of two."""
-    mbarrier.arrive(empty.index(2 * TILE + HALF_TILE))
-    if DT > 0:
-        mbarrier.arrive(empty.index(4 + TILE))
-
-
-@gluon.jit
-def add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+def add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t):  # type: ignore[no-untyped-def]
     """Consumer 0: its own tile as soon as it has its weights, then consumer 1's against that one's reference."""
     z = t >> 30
     m_mine = gl.where(top > m + GROW, top, m)
@@ -115,17 +132,17 @@ def add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t, DT: g
     m = max_s.index(1).load(ROWS)
     norm = norm * gl.exp2(m_mine - m)
     o, weights = warpgroup_mma_wait(0, deps=[o, weights])
-    let_go(empty, 0, 0, DT)
+    mbarrier.arrive(empty.index(0))
     o = rescale(o, m_mine, m)
     # Its weights tell that its keys are there.
     o = warpgroup_mma(p_s.index(1 + z), kv_s.index(2 + z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
-    let_go(empty, 1, 0, DT)
+    mbarrier.arrive(empty.index(2))
     return o, m, norm
 
 
 @gluon.jit
-def add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+def add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t):  # type: ignore[no-untyped-def]
     """Consumer 1: consumer 0's tile, its own softmax meanwhile, then its own tile."""
     z = t >> 30
     mbarrier.wait(p_full.index(0), t & 1)
@@ -142,12 +159,12 @@ def add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t, DT: 
     fence_async_shared()
     mbarrier.arrive(p_full.index(1))
     o = warpgroup_mma_wait(0, deps=[o])
-    let_go(empty, 0, 1, DT)
+    mbarrier.arrive(empty.index(1))
     o = rescale(o, m_in, m_mine)
     weights = gl.convert_layout(p16, WEIGHTS)
     o = warpgroup_mma(weights, kv_s.index(3 + z), o, is_async=True)
     o, weights = warpgroup_mma_wait(0, deps=[o, weights])
-    let_go(empty, 1, 1, DT)
+    mbarrier.arrive(empty.index(3))
     return o, m_mine, norm
 
 
@@ -177,9 +194,9 @@ def consume(  # type: ignore[no-untyped-def]
         for i in range(0, pairs):
             top = gl.max(x, axis=1)
             if ME == 0:
-                o, m, norm = add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t, DT)
+                o, m, norm = add_pair_first(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t)
             else:
-                o, m, norm = add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t, DT)
+                o, m, norm = add_pair_second(x, top, o, m, norm, kv_s, p_s, max_s, empty, p_full, t)
             t += 1
             if i + 1 < pairs:
                 s = begin_scores(q_s, qt_s, kv_s, kvt_s, full, t, True, ME, DT)
@@ -200,11 +217,13 @@ def consume(  # type: ignore[no-untyped-def]
         mbarrier.wait(sum_full.index(1 - ME), r)
         r ^= 1
         norm += sum_s.index(1 - ME).load(ROWS)
-        total = gl.where(norm > 0, norm, 1.0)
+        # Not `norm > 0`: a NaN is not a row without keys.
+        nothing = norm == 0
+        total = gl.where(nothing, 1.0, norm)
         if HAS_SINK:
             total += gl.exp2(sink_row * LOG2E - m)
         if ME == 0:
-            lse_row = gl.where(norm > 0, (m + gl.log2(norm)) * LN2, float("-inf"))
+            lse_row = gl.where(nothing, float("-inf"), (m + gl.log2(norm)) * LN2)
             gl.store(lse + row * H + heads, lse_row, mask=heads < H)
         o = o * gl.convert_layout(1.0 / total, OUT_ROWS)[:, None]
         o_heads = (hb + (t >> 30)) * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, LINES))
@@ -219,15 +238,14 @@ def consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=["n_a", "n_b", "work"])
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse,
+    q_desc, qt_desc, kv_a, kv_b, starts_a, ends_a, starts_b, ends_b, indices, lengths, sink, out, lse,
     n_a, n_b, H, K, scale, work, head_blocks,
-    stride_qs, stride_qh, stride_a, stride_b, stride_is, stride_os, stride_oh,
+    stride_a, stride_b, stride_is, stride_os, stride_oh,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     HAS_SINK: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers of one program, then its three roles."""
-    BUFFERS: gl.constexpr = 6 if DT > 0 else 4
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, BH, HALF], SHARED)
     kv_s = gl.allocate_shared_memory(dtype, [4, BK, HALF], SHARED)
     # A tail has the shape of the weights, and is no longer needed once they are known.
@@ -245,23 +263,24 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         slots_s = gl.allocate_shared_memory(gl.float32, [2, 2 * BK], flat)
     pairs_s = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [6, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     row_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     slots_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     sum_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    for i in gl.static_range(BUFFERS):
+    for i in gl.static_range(6):
         mbarrier.init(full.index(i), count=128)
-        mbarrier.init(empty.index(i), count=1 if i < 4 else 2)
+    for i in gl.static_range(4):
+        mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(slots_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(sum_full.index(i), count=1)
     mbarrier.init(row_full.index(0), count=1)
-    mbarrier.init(q_full.index(0), count=128)
+    mbarrier.init(q_full.index(0), count=1)
     mbarrier.init(q_empty.index(0), count=2)
     fence_async_shared()
     gl.thread_barrier()
@@ -280,8 +299,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
                 1, DT, HAS_SINK, HEADS,
             )),
             (produce, (
-                q, kv_a, kv_b, (starts_a, ends_a, starts_b, ends_b, lengths, K, indices, stride_is), n_a, n_b, H, K,
-                work, head_blocks, stride_qs, stride_qh, stride_a, stride_b,
+                q_desc, qt_desc, kv_a, kv_b, (starts_a, ends_a, starts_b, ends_b, lengths, K, indices, stride_is),
+                n_a, n_b, H, K, work, head_blocks, stride_a, stride_b,
                 q_s, qt_s, kv_s, kvt_s, rows_s, slots_s, pairs_s, full, empty, q_full, q_empty, row_full, slots_full,
                 DT, HAS_A, KIND_B, HAS_LENGTHS,
             )),
@@ -304,10 +323,13 @@ def forward(
     head_blocks = -(-H // 64)
     work = S * head_blocks
     programs = min(work, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    # A copy cuts off heads behind the last. In shared memory its block is the same bytes as one of two dimensions.
+    whole = q.contiguous() if 0 in q.stride() else q
+    q_desc, qt_desc = (TensorDescriptor.from_tensor(whole, [1, 64, width], QUERIES) for width in (256, 64))
     forward_kernel[(programs,)](
-        q, *args.tensors, dummy(sink), out, lse,
+        q_desc, qt_desc, *args.tensors, dummy(sink), out, lse,
         args.n_a, args.n_b, H, args.K, scale, work, head_blocks,
-        q.stride(0), q.stride(1), args.stride_a, args.stride_b, args.stride_is, out.stride(0), out.stride(1),
+        args.stride_a, args.stride_b, args.stride_is, out.stride(0), out.stride(1),
         DT=d_qk - d_v, HAS_A=args.has_a, KIND_B=args.kind_b, HAS_LENGTHS=args.has_lengths,
         HAS_SINK=sink is not None, HEADS=sources.heads, num_warps=4,
     )  # fmt: skip

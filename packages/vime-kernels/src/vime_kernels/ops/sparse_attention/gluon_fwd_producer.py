@@ -10,15 +10,15 @@ which the last key is looked for one row ahead.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from vime_kernels.ops.sparse_attention.gluon_tiles import (
+    BH,
     BK,
     COPY,
     COPY_T,
     HALF,
     buffer_of,
-    copy_heads,
     copy_tile,
     count_tiles,
     row_of,
@@ -126,21 +126,33 @@ def fill_half(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def fill_tail(  # type: ignore[no-untyped-def]
-    kv, stride, rows, kvt_s, full, empty, free, TILE: gl.constexpr, DT: gl.constexpr, KIND_B: gl.constexpr
+    kv, stride, rows, kvt_s, full, TILE: gl.constexpr, DT: gl.constexpr, KIND_B: gl.constexpr
 ):
-    """Gather the channels beyond 512 of one tile once their buffer is free."""
+    """Gather the channels beyond 512 of one tile, once both of its halves are free, and with them its weights."""
     rows_t = gl.convert_layout(rows, gl.SliceLayout(1, COPY_T))
     valid = rows_t >= 0
     if KIND_B == "united":
         rows_t = row_of(rows_t)
-    mbarrier.wait(empty.index(4 + TILE), free)
     copy_tile(kv, stride, rows_t, valid, kvt_s.index(TILE), 2 * HALF, DT, COPY_T)
     async_copy.mbarrier_arrive(full.index(4 + TILE), increment_count=False)
 
 
 @gluon.jit
+def fetch_heads(q_desc, qt_desc, row, head, q_s, qt_s, q_full, DT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries of a row from `head` on, by the bulk copy engine; zeros for heads behind the last."""
+    nbytes: gl.constexpr = 2 * q_desc.block_type.nbytes + (qt_desc.block_type.nbytes if DT > 0 else 0)
+    mbarrier.expect(q_full.index(0), nbytes)
+    for h in gl.static_range(2):
+        to = q_s.index(h)._reinterpret(q_s.dtype, [1, BH, HALF], q_desc.layout)
+        tma.async_copy_global_to_shared(q_desc, [row, head, h * HALF], q_full.index(0), to)
+    if DT > 0:
+        to_t = qt_s._reinterpret(q_s.dtype, [1, BH, DT], qt_desc.layout)
+        tma.async_copy_global_to_shared(qt_desc, [row, head, 2 * HALF], q_full.index(0), to_t)
+
+
+@gluon.jit
 def produce(  # type: ignore[no-untyped-def]
-    q, kv_a, kv_b, ranges, n_a, n_b, H, K, work, head_blocks, stride_qs, stride_qh, stride_a, stride_b,
+    q_desc, qt_desc, kv_a, kv_b, ranges, n_a, n_b, H, K, work, head_blocks, stride_a, stride_b,
     q_s, qt_s, kv_s, kvt_s, rows_s, slots_s, pairs_s, full, empty, q_full, q_empty, row_full, slots_full,
     DT: gl.constexpr, HAS_A: gl.constexpr, KIND_B: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
@@ -152,20 +164,14 @@ def produce(  # type: ignore[no-untyped-def]
     tiles_a, tiles = count_tiles(start_a, end_a, count_b)
     picks = load_slots(0, tiles_a, count_b, picks_row, KIND_B)
     for w in range(gl.program_id(0), work, gl.num_programs(0)):
-        q_row = q + (w // head_blocks).to(gl.int64) * stride_qs
-        hb = w % head_blocks
         pairs = gl.maximum((tiles + 1) // 2, 1)
         # A row without a key is a pair of empty tiles. Its queries count as zero, whatever they are.
-        heads = gl.where(tiles > 0, H, 0)
+        head = gl.where(tiles > 0, w % head_blocks, head_blocks) * BH
         read = load_bounds(w + gl.num_programs(0), work, head_blocks, *ranges, HAS_A, KIND_B, HAS_LENGTHS)
         mbarrier.wait(q_empty.index(0), r ^ 1)
         pairs_s.index(r).store(gl.full([1], 0, gl.int32, SLOTS) + pairs)
         mbarrier.arrive(row_full.index(0))
-        copy_heads(q_row, stride_qh, heads, hb, q_s.index(0), 0, HALF, COPY)
-        copy_heads(q_row, stride_qh, heads, hb, q_s.index(1), HALF, HALF, COPY)
-        if DT > 0:
-            copy_heads(q_row, stride_qh, heads, hb, qt_s, 2 * HALF, DT, COPY_T)
-        async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
+        fetch_heads(q_desc, qt_desc, w // head_blocks, head, q_s, qt_s, q_full, DT)
         r ^= 1
         for i in range(0, 2 * pairs, 2):
             free = (t & 1) ^ 1
@@ -190,5 +196,5 @@ def produce(  # type: ignore[no-untyped-def]
                         2 * tile + h, HAS_A, KIND_B,
                     )  # fmt: skip
                 if DT > 0:
-                    fill_tail(kv_b, stride_b, tile_rows, kvt_s, full, empty, free, tile, DT, KIND_B)
+                    fill_tail(kv_b, stride_b, tile_rows, kvt_s, full, tile, DT, KIND_B)
             t += 1
