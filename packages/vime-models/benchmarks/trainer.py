@@ -105,7 +105,7 @@ class Trainer:
 
     @property
     def loss(self) -> float:
-        """Of the last step, NaN before the last stage. Every rank must ask; a step that asked itself would wait for it."""
+        """Of the last step, NaN before the last stage. Every rank must ask, after the step: it waits for the device."""
         if not self.losses:
             return float("nan")
         mean = torch.stack(self.losses).mean()
