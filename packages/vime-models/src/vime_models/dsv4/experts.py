@@ -59,11 +59,11 @@ class Experts(SequentialMLP):
         """
         counts = tokens_per_expert.tolist()
         fused = self.config.gradient_accumulation_fusion
-        first = [expert.linear_fc1() for expert in self.local_experts]
-        second = [expert.linear_fc2() for expert in self.local_experts]
-        hidden = expert_products(permuted_local_hidden_states, counts, first, fused=fused)
+        weights = [expert.linear_fc1() for expert in self.local_experts]
+        hidden = expert_products(permuted_local_hidden_states, counts, weights, fused=fused)
         hidden = _activate(self.config, hidden, permuted_probs[: len(hidden)])
-        return expert_products(hidden, counts, second, fused=fused), None
+        weights = [expert.linear_fc2() for expert in self.local_experts]
+        return expert_products(hidden, counts, weights, fused=fused), None
 
 
 class SharedExpert(SharedExpertMLP):
