@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vime-models args`: the Megatron launch flags of a checkpoint, printed or compared with given ones.
-`vime-models plan`: memory and traffic of a parallel layout of it.
+"""Launch flags and parallel layouts of a checkpoint, from its `config.json` alone.
 
-Both need neither Megatron nor a device: they read `config.json` only.
+`vime-models args` prints the Megatron flags, or compares given ones; `vime-models plan` computes memory and traffic of
+a layout. Both need neither Megatron nor a device.
 """
 
 import argparse

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from harness import DEVICE, serve
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from step import shared_checkpoint
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.megatron.loader import load_checkpoint
-from vime_convert.reader import CheckpointReader
-from vime_convert.tiny import make_tiny
 from vime_convert.verify.compare import relative
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.plugin import PLUGIN
@@ -31,15 +30,9 @@ FLOAT64 = PRECISIONS["float64"]
 
 def gradients(mode: str, **options: Any) -> dict[str, torch.Tensor]:
     """Of the indexers' parameters, by release name, summed over context-parallel ranks."""
-    directory = HERE / "checkpoint"
     with running_in(FLOAT64):
         (model,) = PLUGIN.build(CONFIG, dtype=torch.float64, device=DEVICE, train_indexer=mode, **options)
-    if not directory.exists():
-        dist.barrier()
-        if dist.get_rank() == 0:
-            make_tiny(CONFIG, directory, seed=0, plugin=PLUGIN)
-        dist.barrier()
-    load_checkpoint([model], CheckpointReader(directory), TABLE)
+    load_checkpoint([model], shared_checkpoint(CONFIG, HERE / "checkpoint"), TABLE)
     ids = torch.randint(
         CONFIG["vocab_size"], (1, sum(PADDED)), generator=torch.Generator().manual_seed(0)
     ).to(DEVICE)

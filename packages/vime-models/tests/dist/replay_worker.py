@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cp_worker import (
+from cp_microbatch import (
     MICROBATCHES,
     TABLE,
     build,
@@ -22,17 +22,13 @@ from cp_worker import (
     packing,
     real_rows,
     split_over,
+    split_step,
     tokens,
     whole,
 )
 from harness import DEVICE, serve
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from step import COMPARED
+from step import COMPARED, worst_gradient
 
 from vime_convert.megatron.exporter import export_tensors
 from vime_convert.verify.compare import relative
@@ -170,24 +166,19 @@ def replayed(
     manager = replaying(model, layout, expected.rows)
     ids, labels = tokens(layout)
     rows = torch.from_numpy(layout.rows("local"))
-    with running_in(PRECISIONS[precision]), cpu.cuda_literals_to_cpu():
-        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-        wrapped.zero_grad_buffer()
-        with watched(model) as picks, manager.stage("replay_backward"):
-            with manager.stage("replay_forward"):
-                logits = logits_of(wrapped, layout, rows, ids)
-            (loss_of(logits, labels, rows) * layout.cp_size).backward()
-        finalize_model_grads([wrapped])
-        grads = dict(export_tensors([wrapped], TABLE, value=lambda p: getattr(p, "main_grad", None)))
+
+    def forward(wrapped: Any) -> torch.Tensor:
+        with manager.stage("replay_forward"):
+            return logits_of(wrapped, layout, rows, ids)
+
+    precise, kept_on_cpu = running_in(PRECISIONS[precision]), cpu.cuda_literals_to_cpu()
+    with precise, kept_on_cpu, watched(model) as picks, manager.stage("replay_backward"):
+        logits, grads = split_step(model, layout, labels, forward)
     recompute = options.get("recompute_granularity") == "full"
     manager.assert_consumed(backward="all" if recompute else "none")
-    floor = 1e-8 * torch.stack([grad.norm() for grad in expected.grads.values()]).norm().item()
-    errors = {key: relative(grads[key], grad, floor) for key, grad in expected.grads.items()}
-    worst = max(errors, key=lambda key: errors[key])
     return {
         "logits": relative(whole(layout, rows, logits)[expected.compared], expected.logits),
-        "grads": errors[worst],
-        "worst": worst,
+        **worst_gradient(grads, expected.grads),
         "gap": expected.gap,
         "clamp": expected.clamp,
         "same picks": same_picks(layout, model, picks, expected.rows),

@@ -28,6 +28,7 @@ from vime_convert.megatron.exporter import export_tensors
 from vime_convert.megatron.loader import load_checkpoint
 from vime_convert.reader import CheckpointReader
 from vime_convert.rules import RuleTable
+from vime_convert.tiny import make_tiny
 from vime_convert.verify.compare import relative
 from vime_convert.verify.precision import PRECISIONS, running_in
 from vime_models.dsv4.plugin import PLUGIN
@@ -84,6 +85,16 @@ def own_rows(number: int, config: Any) -> torch.Tensor:
         cp_rank=parallel_state.get_context_parallel_rank(),
     )
     return torch.from_numpy(layout.rows("local")).to(DEVICE)
+
+
+def shared_checkpoint(config: dict[str, Any], directory: Path) -> CheckpointReader:
+    """A tiny checkpoint in the directory, which the first rank writes when the ranks first ask for it."""
+    if not directory.exists():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            make_tiny(config, directory, seed=0, plugin=PLUGIN)
+        dist.barrier()
+    return CheckpointReader(directory)
 
 
 def build(precision: str, **layout: Any) -> list[Any]:
@@ -193,14 +204,18 @@ def _whole(logits: torch.Tensor, rows: torch.Tensor, total: int) -> torch.Tensor
 
 def difference(step: Step, reference: Step) -> dict[str, Any]:
     """Largest relative differences, and which gradient has it."""
-    floor = 1e-8 * torch.stack([grad.norm() for grad in reference.grads.values()]).norm().item()
-    grads = {name: relative(step.grads[name], grad, floor) for name, grad in reference.grads.items()}
-    worst = max(grads, key=lambda name: grads[name])
     return {
         "logits": max([relative(step.logits[i], reference.logits[i]) for i in step.logits], default=0.0),
         "losses": max([abs(step.losses[i] - reference.losses[i]) for i in step.losses], default=0.0),
-        "grads": grads[worst],
-        "worst": worst,
-        "compared": [len(step.logits), len(grads)],
-        "unknown": sorted(step.grads.keys() - grads.keys()),
+        "compared": [len(step.logits), len(reference.grads)],
+        "unknown": sorted(step.grads.keys() - reference.grads.keys()),
+        **worst_gradient(step.grads, reference.grads),
     }
+
+
+def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The largest relative difference, and whose it is; what is nothing beside the others may differ by more."""
+    floor = 1e-8 * torch.stack([grad.norm() for grad in expected.values()]).norm().item()
+    errors = {name: relative(found[name], grad, floor) for name, grad in expected.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return {"grads": errors[worst], "worst": worst}
