@@ -32,7 +32,8 @@ class Trainer:
     """
 
     def __init__(self, case: Case, config: dict[str, Any], device: Literal["cpu", "cuda"]) -> None:
-        self.case, self.device, self.loss = case, device, float("nan")
+        self.case, self.device = case, device
+        self.losses: list[torch.Tensor] = []
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
         self.chunks = PLUGIN.build(
@@ -102,6 +103,15 @@ class Trainer:
         """Of the parameters, from whatever gradients there are."""
         self.optimizer.step()
 
+    @property
+    def loss(self) -> float:
+        """Of the last step, NaN before the last stage. Every rank must ask, after the step: it waits for the device."""
+        if not self.losses:
+            return float("nan")
+        mean = torch.stack(self.losses).mean()
+        dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
+        return mean.item()
+
     def _forward_backward(self) -> None:
         losses: list[torch.Tensor] = []
 
@@ -126,10 +136,7 @@ class Trainer:
                 seq_length=self.rows,
                 micro_batch_size=1,
             )
-        if losses:
-            mean = torch.stack(losses).mean()
-            dist.all_reduce(mean, group=parallel_state.get_context_parallel_group())
-            self.loss = mean.item()
+        self.losses = losses
 
 
 def _norm(_chunk: int, _flag: Any, tensors: list[Any], _per_tensor: bool) -> tuple[torch.Tensor, None]:

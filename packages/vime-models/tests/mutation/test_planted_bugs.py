@@ -207,7 +207,7 @@ FORWARD_PATCHES: dict[str, tuple[str, Patch]] = {
 FORWARD_DAMAGE: dict[str, tuple[str, Damage]] = {
     "rope-base-swapped": ("flash", swap_rope_bases),
     "yarn-on-wrong-layers": ("flash", yarn_on_sliding_layers),
-    "routed-clamp-missing": ("flash", unclamp("local_experts.0")),
+    "routed-clamp-missing": ("flash", unclamp("mlp.experts")),
     "shared-clamp-missing": ("flash", unclamp("shared_experts")),
     "experts-permuted": ("flash", permute_experts),
     "window-off-by-one": ("flash", widen_window),

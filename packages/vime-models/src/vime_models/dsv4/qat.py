@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 
 from vime_kernels.quant import fake_quant_fp4, fake_quant_fp8
 from vime_models.dsv4.config import DSv4Options
-from vime_models.dsv4.experts import Experts
+from vime_models.dsv4.experts import ExpertColumn, ExpertRow, Experts
 from vime_models.dsv4.recipes import RECIPES
 from vime_models.host.backend import Backend
 
@@ -40,31 +40,29 @@ def quantise_indexer(x: torch.Tensor, options: DSv4Options) -> torch.Tensor:
 
 
 class _Fp4Weight:
-    """Mixin of Megatron's linears: the product sees the weight after a round trip through FP4."""
+    """Mixin of the experts' linears: the product sees the weight after a round trip through FP4."""
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Here and not in a pre-hook of the experts: distributed data parallelism gathers a weight only when its
-        # own linear is called.
+    def forward(self) -> torch.Tensor:
+        """[out, in]."""
         options: DSv4Options = self.config.vime_dsv4  # type: ignore[attr-defined]
         block = RECIPES[options.qat].expert_block
-        rounded = fake_quant_fp4(weight, block, backend=options.backend)
-        return super()._forward_impl(input, rounded, *args, **kwargs)  # type: ignore[misc]
+        return fake_quant_fp4(super().forward(), block, backend=options.backend)  # type: ignore[misc]
 
 
-class Fp4ColumnLinear(_Fp4Weight, ColumnParallelLinear):
-    """Column-parallel linear whose weight is rounded to FP4 on use."""
+class Fp4Column(_Fp4Weight, ExpertColumn):
+    """First linear of an expert, its weight rounded to FP4 on use."""
 
 
-class Fp4RowLinear(_Fp4Weight, RowParallelLinear):
-    """Row-parallel linear whose weight is rounded to FP4 on use."""
+class Fp4Row(_Fp4Weight, ExpertRow):
+    """Second linear of an expert, its weight rounded to FP4 on use."""
 
 
 def experts_of(backend: Backend, options: DSv4Options) -> Any:
     """The class of the routed experts: the backend's, or local ones, whose weights may be rounded to FP4."""
     if backend.column_linear is not ColumnParallelLinear:
         return backend.experts
-    linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
+    linears: tuple[Any, Any] = (ExpertColumn, ExpertRow)
     recipe = RECIPES.get(options.qat)
     if recipe is not None and recipe.expert_block:
-        linears = (Fp4ColumnLinear, Fp4RowLinear)
+        linears = (Fp4Column, Fp4Row)
     return partial(Experts, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1]))
