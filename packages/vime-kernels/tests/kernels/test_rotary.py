@@ -41,6 +41,8 @@ def test_equals_float64(device, dtype, T, H, D, P, inverse, norm_eps):
 
 def test_channels_that_do_not_turn_keep_their_bits(device):
     x = torch.randn(9, 2, 48, device=device)
+    if device == "cuda":  # NumPy warns of 0 · inf, which the interpreter computes and drops
+        x[3, 0, 6] = float("inf")
     angles = torch.randn(9, 4, device=device)
     out = rotate(x, angles.cos(), angles.sin(), backend="triton")
     assert out[..., :40].equal(x[..., :40])

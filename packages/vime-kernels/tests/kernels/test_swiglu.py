@@ -37,3 +37,19 @@ def test_equals_float64(device, dtype, R, F, weighted, limit):
 def test_no_rows(device):
     out = swiglu(torch.zeros(0, 8, device=device), torch.zeros(0, device=device), backend="triton")
     assert out.shape == (0, 4)
+
+
+@pytest.mark.gpu
+def test_nan_is_not_clamped():
+    """A maximum of the device drops a NaN unless it is told otherwise; the interpreter's keeps it."""
+    x = torch.randn(4, 64, device="cuda")
+    x[1, 3] = x[2, 35] = float("nan")
+    results = []
+    for backend in ("torch", "triton"):
+        leaf = x.clone().requires_grad_()
+        out = swiglu(leaf, limit=1.0, backend=backend)
+        out.sum().backward()
+        results.append((out.isnan(), leaf.grad.isnan()))
+    for exact, ours in zip(*results, strict=True):
+        assert ours.any()
+        assert ours.equal(exact)

@@ -8,9 +8,9 @@ import torch
 MAX_SLOTS = 512
 # Sequences whose pools a program counts at a time.
 SEQUENCES = 128
-# Values of x in a tile, forward and backward, the fewest channels of it, and values that a thread holds. Short pools
-# fit in one warp, whose sums need no barrier; forward, a lane has all slots of its channels and needs no other lane.
-VALUES, VALUES_BWD, MIN_CHANNELS, PER_THREAD = 2048, 1024, 32, 64
+# Values of x in a tile, the fewest channels of it, and values that a thread holds. Short pools fit in one warp, whose
+# sums need no barrier.
+VALUES, MIN_CHANNELS, PER_THREAD = 1024, 32, 64
 # Pools from so many slots on are long.
 LONG = 32
 # Forward, a warp looks at so many of their slots together, and at so many channels.
@@ -31,14 +31,14 @@ class Tile(NamedTuple):
 
 
 def tile(ratio: int, overlap: bool, channels: int) -> Tile:
-    """The forward tile."""
-    return _tile(ratio, overlap, channels, 2 if _slots(ratio, overlap) > 32 else 4, VALUES)
+    """The forward tile. One pool, so that all that a program reads is under way at once."""
+    return _tile(ratio, overlap, channels, 1)
 
 
 def tile_bwd(ratio: int, overlap: bool, channels: int) -> Tile:
     """The backward tile. More pools a program, because each leaves a partial sum for ape behind."""
     slots = _slots(ratio, overlap)
-    return _tile(ratio, overlap, channels, 16 if 8 <= slots <= 32 else 8, VALUES_BWD)
+    return _tile(ratio, overlap, channels, 16 if 8 <= slots <= 32 else 8)
 
 
 def is_long(ratio: int, overlap: bool) -> bool:
@@ -56,9 +56,9 @@ def channel_block(channels: int, widest: int) -> int:
     return min(widest, max(16, 1 << (channels - 1).bit_length()))
 
 
-def _tile(ratio: int, overlap: bool, channels: int, pools: int, values: int) -> Tile:
+def _tile(ratio: int, overlap: bool, channels: int, pools: int) -> Tile:
     slots = _slots(ratio, overlap)
-    block = channel_block(channels, max(MIN_CHANNELS, values // slots))
+    block = channel_block(channels, max(MIN_CHANNELS, VALUES // slots))
     return Tile(slots, block, pools, min(16, max(1, slots * block // (32 * PER_THREAD))))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated pooling in Triton, forward, with the registration of its gradient.
 
-A program makes a few pools of a block of channels, one after the other, with all slots of a pool in registers.
-Nothing is saved for the backward pass but the inputs.
+A program makes a block of channels of one pool, with all its slots in registers. Nothing is saved for the backward pass
+but the inputs.
 """
 
 from typing import Any
@@ -87,9 +87,13 @@ def place(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def read(tensor, halo, row, token, column, here, in_halo, C, HALO: tl.constexpr, missing):  # type: ignore[no-untyped-def]
-    """The slots of a pool; `missing` where there is none."""
-    value = tl.load(tensor + token.to(tl.int64) * row + column, mask=here, other=missing)
+def read(  # type: ignore[no-untyped-def]
+    tensor, halo, row, token, column, here, in_halo, C, HALO: tl.constexpr, missing, KEEP: tl.constexpr = ""
+):  # fmt: skip
+    """The slots of a pool; `missing` where there is none. KEEP says what the caches do with them."""
+    value = tl.load(
+        tensor + token.to(tl.int64) * row + column, mask=here, other=missing, eviction_policy=KEEP
+    )
     if HALO:
         m = tl.arange(0, value.shape[0])[:, None]
         value = tl.where(in_halo, tl.load(halo + m * C + column, mask=in_halo, other=missing), value)
@@ -115,30 +119,32 @@ def average(z, value, bias, alive):  # type: ignore[no-untyped-def]
     return weights, tl.sum(weights * value, 0, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["P", "B"])
+@triton.jit(do_not_specialize=["B"])
 def _pool_kernel(  # type: ignore[no-untyped-def]
-    x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, out, P, B, C, D, x_row, score_row,
+    x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, out, B, C, D, x_row, score_row,
     ratio: tl.constexpr, OVERLAP: tl.constexpr, HALO: tl.constexpr, ROUND_WEIGHTS: tl.constexpr,
-    SLOTS: tl.constexpr, POOLS: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
+    pool = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    offset, _ = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
-    begin = tl.program_id(0) * POOLS
-    sequence, before = cumulate(begin, cu_seqlens, cu_pools, B, ratio, SEQUENCES)
-    for pool in range(begin, tl.minimum(begin + POOLS, P)):
-        sequence, before, first, live, opens = follow(pool, sequence, before, cu_seqlens, B, ratio)
-        token, column, here, in_halo, alive = place(
-            pool, first, live, opens, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
-        )
-        z = read(score, halo_score, score_row, token, column, here, in_halo, C, HALO, float("-inf"))
-        given = read(x, halo_x, x_row, token, column, here, in_halo, C, HALO, 0.0)
-        value = given.to(tl.float32)
-        bias = tl.load(ape + offset, mask=here | in_halo, other=0.0)
-        weights, pooled = average(z, value, bias, alive)
-        if ROUND_WEIGHTS:
-            product = (weights.to(given.dtype).to(tl.float32) * value).to(given.dtype)
-            pooled = tl.sum(product.to(tl.float32), 0, keep_dims=True)
-        tl.store(out + tl.cast(pool, tl.int64) * D + d, pooled.to(out.dtype.element_ty), mask=d < D)
+    offset, used = bias_offset(D, C, ratio, OVERLAP, SLOTS, BLOCK_D)
+    bias = tl.load(ape + offset, mask=used, other=0.0)
+    sequence, before = cumulate(pool, cu_seqlens, cu_pools, B, ratio, SEQUENCES)
+    first = tl.load(cu_seqlens + tl.minimum(sequence, B - 1)) + (pool - before) * ratio
+    token, column, here, in_halo, alive = place(
+        pool, first, sequence < B, pool == before, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
+    )
+    # With overlap the other half of a row is another pool's, at another time: nothing is read twice.
+    z = read(
+        score, halo_score, score_row, token, column, here, in_halo, C, HALO, float("-inf"), "evict_first"
+    )
+    given = read(x, halo_x, x_row, token, column, here, in_halo, C, HALO, 0.0, "evict_first")
+    value = given.to(tl.float32)
+    weights, pooled = average(z, value, bias, alive)
+    if ROUND_WEIGHTS:
+        product = (weights.to(given.dtype).to(tl.float32) * value).to(given.dtype)
+        pooled = tl.sum(product.to(tl.float32), 0, keep_dims=True)
+    tl.store(out + tl.cast(pool, tl.int64) * D + d, pooled.to(out.dtype.element_ty), mask=d < D)
 
 
 @torch.library.custom_op("vime_kernels::gated_pool", mutates_args=())
@@ -168,10 +174,10 @@ def gated_pool(
         return triton_long.forward(x, score, ape, cu_seqlens, ratio)
     pooled, cu_pools = x.new_empty(P, D), torch.empty_like(cu_seqlens)
     tile = config.tile(ratio, overlap, D)
-    _pool_kernel[(triton.cdiv(P, tile.pools), triton.cdiv(D, tile.channels))](
-        x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, pooled, P, B, C, D, x.stride(0), score.stride(0),
+    _pool_kernel[(P, triton.cdiv(D, tile.channels))](
+        x, score, ape, halo_x, halo_score, cu_seqlens, cu_pools, pooled, B, C, D, x.stride(0), score.stride(0),
         ratio=ratio, OVERLAP=overlap, HALO=halo_x is not None, ROUND_WEIGHTS=round_weights,
-        SLOTS=tile.slots, POOLS=tile.pools, BLOCK_D=tile.channels, SEQUENCES=config.SEQUENCES,
+        SLOTS=tile.slots, BLOCK_D=tile.channels, SEQUENCES=config.SEQUENCES,
         num_warps=tile.num_warps,
     )  # fmt: skip
     return pooled, cu_pools, nothing

@@ -31,18 +31,21 @@ def _long_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([1, BLOCK_D], -1e30, tl.float32)
     total = tl.zeros([1, BLOCK_D], tl.float32)
     weighted = tl.zeros([1, BLOCK_D], tl.float32)
-    # A step ahead: the loads of the next slots are under way while these are summed.
+    # A step ahead: the loads of the next slots are under way while these are summed. What is read once leaves the
+    # first cache to the position bias, which all pools of a multiprocessor share.
     m = tl.arange(0, STEPS)[:, None]
     here = alive & (m < ratio)
-    z_next = tl.load(score + m * score_row + d, mask=here, other=float("-inf"))
-    value_next = tl.load(x + m * x_row + d, mask=here, other=0.0)
+    z_next = tl.load(score + m * score_row + d, mask=here, other=float("-inf"), eviction_policy="evict_first")
+    value_next = tl.load(x + m * x_row + d, mask=here, other=0.0, eviction_policy="evict_first")
     for _ in range(0, ratio, STEPS):
-        bias = tl.load(ape + m * D + d, mask=here, other=0.0)
+        bias = tl.load(ape + m * D + d, mask=here, other=0.0, eviction_policy="evict_last")
         a, value = (z_next.to(tl.float32) + bias) * LOG2E, value_next.to(tl.float32)
         m += STEPS
         here = alive & (m < ratio)
-        z_next = tl.load(score + m * score_row + d, mask=here, other=float("-inf"))
-        value_next = tl.load(x + m * x_row + d, mask=here, other=0.0)
+        z_next = tl.load(
+            score + m * score_row + d, mask=here, other=float("-inf"), eviction_policy="evict_first"
+        )
+        value_next = tl.load(x + m * x_row + d, mask=here, other=0.0, eviction_policy="evict_first")
         higher = tl.maximum(top, tl.max(a, 0, keep_dims=True))
         e, shrink = tl.exp2(a - higher), tl.exp2(top - higher)
         total = total * shrink + tl.sum(e, 0, keep_dims=True)

@@ -20,18 +20,21 @@ SPLIT_K = 4096
 TOKENS_PER_PARTIAL, PROGRAMS = 4096, 264
 # Tokens of a program that makes the weights of the head, or their gradient.
 GATE_TOKENS = 128
-# The head in one pass: channels and tokens of a tile, and warps. A thread holds the rows of fn for its channels of the
-# four streams. Then, forward and backward, tiles in shared memory and programs of a multiprocessor: they must fit.
-HEAD_CHANNELS, HEAD_TOKENS, HEAD_WARPS = 512, 4, 4
-HEAD_STAGES, HEAD_PROGRAMS, HEAD_REGISTERS = 4, 3, 168
-HEAD_BWD_STAGES, HEAD_BWD_PROGRAMS = 5, 2
-# Channels per thread in the kernels that move whole streams: two 16-byte loads of bfloat16.
-CHANNELS_PER_THREAD = 16
+# The head in one pass: channels of a program. Forward, warps of each role, tiles in shared memory, programs of a
+# multiprocessor, registers of a thread on average, and in the role that collapses; a warp has 16 · HEAD_CHANNELS values
+# of the terms of fn in registers. Backward, also tokens of a tile; a thread holds rows of fn and their gradient.
+HEAD_CHANNELS = 512
+HEAD_WARPS, HEAD_STAGES, HEAD_PROGRAMS, HEAD_REGISTERS, HEAD_COLLAPSE_REGISTERS = 8, 6, 1, 128, 80
+HEAD_BWD_TOKENS, HEAD_BWD_WARPS, HEAD_BWD_STAGES, HEAD_BWD_PROGRAMS = 4, 4, 5, 2
+# Channels per thread in the kernels that move whole streams, forward and backward: 16-byte loads of bfloat16.
+CHANNELS_PER_THREAD, CHANNELS_PER_THREAD_BWD = 16, 32
+# Channels of a forward program of those kernels: one warp.
+STREAM_CHANNELS = 512
 
 
-def num_warps(block_c: int) -> int:
+def num_warps(block_c: int, per_thread: int = CHANNELS_PER_THREAD) -> int:
     """Warps of a program that holds block_c channels."""
-    return min(16, max(1, block_c // (32 * CHANNELS_PER_THREAD)))
+    return min(16, max(1, block_c // (32 * per_thread)))
 
 
 def tokens_per_partial(tokens: int, blocks: int, block_t: int) -> int:
@@ -60,13 +63,21 @@ def hopper(X_TK: torch.Tensor, W: int) -> bool:
 
 
 def one_pass(X_TnC: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether the head can be made in one pass over these streams: four of them, on Hopper, in vectors of 16 bytes."""
+    """Whether the head can be made in one pass: four streams side by side, on Hopper, in vectors of 16 bytes."""
     T, n, C = X_TnC.shape
     if not X_TnC.is_cuda or X_TnC.dtype != torch.bfloat16 or n != 4 or C % 16 or not T:
         return False
     rows = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in (X_TnC, *others))
     device = torch.cuda.get_device_capability(X_TnC.device)
-    return rows and X_TnC.stride(1) % 16 == 0 and device == (9, 0) and has_gluon()
+    return rows and X_TnC.stride(0) > 0 and X_TnC.stride(1) == C and device == (9, 0) and has_gluon()
+
+
+def head_groups(X_TnC: torch.Tensor, per_multiprocessor: int, tokens: int) -> tuple[int, int]:
+    """Programs that share a token in the head, and how many such groups run at the same time; `tokens` of a tile."""
+    T, _, C = X_TnC.shape
+    splits = -(-C // HEAD_CHANNELS)
+    programs = per_multiprocessor * torch.cuda.get_device_properties(X_TnC.device).multi_processor_count
+    return splits, min(programs // splits, -(-T // tokens))
 
 
 def unsupported_sinkhorn(logits_Tnn: torch.Tensor) -> str | None:

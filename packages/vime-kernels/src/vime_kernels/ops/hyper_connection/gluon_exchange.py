@@ -13,12 +13,16 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# A tile is used so many tiles after its partial sums went out: meanwhile those of its group come in.
-LAG = gl.constexpr(1)
-# Tiles whose words have a place. A program is at most 2 LAG + 1 tiles ahead of what the slowest of its group has read.
-SLOTS = gl.constexpr(4)
 # Words of a token.
 WORDS = gl.constexpr(8)
+# Writes a word, relaxed: it carries all that its reader needs, so nothing else has to be in order with it. A place is
+# written again only after a word from every reader that could not have been sent before the place was read.
+WRITE = gl.constexpr("""{
+.reg .b64 word;
+mov.b64 word, {$2, $3};
+st.relaxed.gpu.global.b64 [$1], word;
+mov.b32 $0, 0;
+}""")
 # Reads a word again until it has the tag.
 POLL = gl.constexpr("""{
 .reg .pred here;
@@ -33,15 +37,25 @@ done:
 }""")
 
 
-def room(groups: int, splits: int, block_t: int, device: torch.device) -> torch.Tensor:
-    """Words without a tag, int64, for groups of `splits` programs and tiles of block_t tokens."""
-    return torch.zeros(
-        groups * SLOTS.value * splits * block_t * WORDS.value, dtype=torch.int64, device=device
-    )
+def room(groups: int, slots: int, splits: int, block_t: int, device: torch.device) -> torch.Tensor:
+    """Words without a tag, int64, for groups of `splits` programs and tiles of block_t tokens.
+
+    Words of `slots` tiles have a place: more than a program can be ahead of what the slowest of its group has read.
+    """
+    return torch.zeros(groups * slots * splits * block_t * WORDS.value, dtype=torch.int64, device=device)
 
 
 @gluon.jit
-def tile_words(words, group, tile, SPLITS: gl.constexpr, BLOCK_T: gl.constexpr):  # type: ignore[no-untyped-def]
+def axes(ROW: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The three coordinates of a tensor of that layout."""
+    a = gl.arange(0, A, layout=gl.SliceLayout(1, gl.SliceLayout(2, ROW)))[:, None, None]
+    b = gl.arange(0, B, layout=gl.SliceLayout(0, gl.SliceLayout(2, ROW)))[None, :, None]
+    c = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROW)))[None, None, :]
+    return a, b, c
+
+
+@gluon.jit
+def tile_words(words, group, tile, SLOTS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_T: gl.constexpr):  # type: ignore[no-untyped-def]
     """Where the words of a tile are, [SPLITS, BLOCK_T, WORDS]."""
     return words + (group * SLOTS + tile % SLOTS) * (SPLITS * BLOCK_T * WORDS)
 
@@ -49,8 +63,15 @@ def tile_words(words, group, tile, SPLITS: gl.constexpr, BLOCK_T: gl.constexpr):
 @gluon.jit
 def send(word, number, tile):  # type: ignore[no-untyped-def]
     """Writes float32 numbers of a tile."""
-    bits = number.to(gl.uint32, bitcast=True).to(gl.int64)
-    gl.store(word, bits | ((tile + 1).to(gl.int64) << 32))
+    tag = gl.full(number.shape, 0, gl.int32, number.type.layout) + (tile + 1)
+    gl.inline_asm_elementwise(
+        WRITE,
+        "=r,l,r,r",
+        [word, number.to(gl.uint32, bitcast=True), tag],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -48,25 +48,6 @@ def _gate_bwd_kernel(  # type: ignore[no-untyped-def]
     tl.store(share + n, tl.sum(dlogit * value))
 
 
-@triton.jit(do_not_specialize=["R"])
-def _sum_kernel(partial, total, R, N, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of the R rows of a matrix of N columns."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    rows_RN = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-    for first in range(0, R, BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)[:, None]
-        rows_RN += tl.load(partial + row.to(tl.int64) * N + column, mask=(row < R) & (column < N), other=0.0)
-    tl.store(total + column, tl.sum(rows_RN, 0, keep_dims=True), mask=column < N)
-
-
-def sum_rows(partial: torch.Tensor) -> torch.Tensor:
-    """Sum over the first dimension of a few dozen float32 partial sums, [R, N], in fixed order."""
-    R, N = partial.shape
-    total = partial.new_empty(N)
-    _sum_kernel[(triton.cdiv(N, 128),)](partial, total, R, N, BLOCK_R=32, BLOCK_N=128)
-    return total
-
-
 @torch.library.custom_op("vime_kernels::mhc_head", mutates_args=())
 def mhc_head(
     X: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, eps: float, norm_eps: float
@@ -107,9 +88,9 @@ def mhc_head_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of X and fn, and of base and scale one behind the other, [n + 1]."""
     if config.one_pass(X, grad):
-        from vime_kernels.ops.hyper_connection import gluon_head
+        from vime_kernels.ops.hyper_connection import gluon_head_bwd
 
-        return gluon_head.backward(grad, X, fn, scale, base, m, inverse_rms, weights)
+        return gluon_head_bwd.backward(grad, X, fn, scale, base, m, inverse_rms, weights)
     T, n, C = X.shape
     programs = triton.cdiv(T, config.GATE_TOKENS)
     dweights, dm, partial = torch.empty_like(m), torch.empty_like(m), m.new_empty(programs, n + 1)

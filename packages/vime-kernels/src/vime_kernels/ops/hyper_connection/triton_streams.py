@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mhc_pre` and `mhc_post` in Triton, forward and backward.
 
-Memory-bound: a forward program makes a block of channels of one token, a backward program one token with all its
-channels, so that the gradients of the weights are sums inside one program and need no second pass. Re-reads of a
-stream come from the first-level cache.
+Memory-bound: a forward program, one warp, makes a block of channels of one token, and the next program the next block,
+so that memory is read in order. A backward program makes one token with all its channels, so that the gradients of
+the weights are sums inside one program and need no second pass. Re-reads of a stream come from the first-level cache.
 """
 
 from typing import Any
@@ -16,9 +16,12 @@ from vime_kernels.ops.hyper_connection import config
 
 
 @triton.jit
-def _pre_kernel(X, weights, out, C, X_token, X_stream, weights_token, n: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+def _pre_kernel(  # type: ignore[no-untyped-def]
+    X, weights, out, C, X_token, X_stream, weights_token,
+    n: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    c = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_C], tl.float32)
     for i in tl.static_range(n):
         x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0)
@@ -52,12 +55,13 @@ def _pre_bwd_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _post_kernel(  # type: ignore[no-untyped-def]
-    y, X, post, comb, out, C, y_token, X_token, X_stream, n: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
+    y, X, post, comb, out, C, y_token, X_token, X_stream,
+    n: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.arange(0, n)[:, None, None]  # source stream
     j = tl.arange(0, n)[None, :, None]  # target stream
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, None, :]
+    c = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)[None, None, :]
     inner = tl.load(y + token * y_token + c, mask=c < C, other=0.0).to(tl.float32)
     x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.sum(tl.load(comb + (token * n + i) * n + j) * x, 0, keep_dims=True)
@@ -89,7 +93,8 @@ def _post_bwd_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, n)[None, :, None]  # target stream
     c = tl.arange(0, BLOCK_C)[None, None, :]
     inner = tl.load(y + token * y_token + c, mask=c < C, other=0.0).to(tl.float32)
-    x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0).to(tl.float32)
+    x = tl.load(X + token * X_token + i * X_stream + c, mask=c < C, other=0.0, eviction_policy="evict_first")
+    x = x.to(tl.float32)
     g = tl.load(grad + (token * n + j) * C + c, mask=c < C, other=0.0).to(tl.float32)
     dinner = tl.sum(tl.load(post + token * n + j) * g, 1, keep_dims=True)
     tl.store(dy + token * C + c, dinner.to(dy.dtype.element_ty), mask=c < C)
@@ -100,9 +105,14 @@ def _post_bwd_kernel(  # type: ignore[no-untyped-def]
     tl.store(dcomb + mixing, tl.sum(x * g, 2, keep_dims=True))
 
 
-def _block(C: int, limit: int) -> dict[str, int]:
-    block = min(limit, max(32, triton.next_power_of_2(C)))
-    return {"BLOCK_C": block, "num_warps": config.num_warps(block)}
+def _block(C: int) -> dict[str, int]:
+    block = min(config.STREAM_CHANNELS, max(32, triton.next_power_of_2(C)))
+    return {"BLOCK_C": block, "BLOCKS": triton.cdiv(C, block), "num_warps": config.num_warps(block)}
+
+
+def _block_bwd(C: int) -> dict[str, int]:
+    block = max(32, triton.next_power_of_2(C))
+    return {"BLOCK_C": block, "num_warps": config.num_warps(block, config.CHANNELS_PER_THREAD_BWD)}
 
 
 @torch.library.custom_op("vime_kernels::mhc_pre", mutates_args=())
@@ -111,8 +121,8 @@ def mhc_pre(X: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     T, n, C = X.shape
     out = X.new_empty(T, C)
     if out.numel():
-        block = _block(C, 2048)
-        _pre_kernel[(T, triton.cdiv(C, block["BLOCK_C"]))](
+        block = _block(C)
+        _pre_kernel[(T * block["BLOCKS"],)](
             X, weights, out, C, X.stride(0), X.stride(1), weights.stride(0), n=n, **block
         )
     return out
@@ -142,7 +152,7 @@ def mhc_pre_bwd(
             X.stride(1),
             weights.stride(0),
             n=n,
-            **_block(C, 8192),
+            **_block_bwd(C),
         )
     return dX, dweights
 
@@ -158,8 +168,8 @@ def mhc_post(y: torch.Tensor, X: torch.Tensor, post: torch.Tensor, comb: torch.T
     T, n, C = X.shape
     out = X.new_empty(T, n, C)
     if out.numel():
-        block = _block(C, 2048)
-        _post_kernel[(T, triton.cdiv(C, block["BLOCK_C"]))](
+        block = _block(C)
+        _post_kernel[(T * block["BLOCKS"],)](
             y, X, post, comb, out, C, y.stride(0), X.stride(0), X.stride(1), n=n, **block
         )
     return out
@@ -198,7 +208,7 @@ def mhc_post_bwd(
             X.stride(0),
             X.stride(1),
             n=n,
-            **_block(C, 8192),
+            **_block_bwd(C),
         )
     return dy, dX, dpost, dcomb
 

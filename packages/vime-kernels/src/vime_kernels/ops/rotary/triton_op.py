@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotation of heads in Triton, forward and backward: one read and one write of the heads.
 
-A program holds some heads with all their channels as (even, odd) pairs; channels that do not rotate have the angle 0.
+A program holds some heads with all their channels as (even, odd) pairs.
 Without a norm the gradient is the inverse rotation. With it, g' being that and s = 1 / sqrt(mean(x²) + eps),
 
     dx = s · g' - x · s³ · mean(x · g')
@@ -29,14 +29,17 @@ def _pairs(X, rows, n_rows, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.
 
 
 @triton.jit
-def _angles(  # type: ignore[no-untyped-def]
-    cos, sin, rows, n_rows, H, P, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """cos and sin of every pair; pairs in front of the last P do not turn."""
+def _turn(  # type: ignore[no-untyped-def]
+    even, odd, cos, sin, rows, n_rows, H, P, BACK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The pairs turned by their angles, or back. Those in front of the last P are kept: 0 · inf would make them NaN."""
     pair = tl.arange(0, BLOCK_D // 2)[None, :] - (D // 2 - P)
     place = (rows // H)[:, None] * P + pair
     turns = (rows < n_rows)[:, None] & (pair >= 0) & (pair < P)
-    return tl.load(cos + place, mask=turns, other=1.0), tl.load(sin + place, mask=turns, other=0.0)
+    c, s = tl.load(cos + place, mask=turns, other=1.0), tl.load(sin + place, mask=turns, other=0.0)
+    if BACK:
+        s = -s
+    return tl.where(turns, tl.fma(even, c, -odd * s), even), tl.where(turns, tl.fma(odd, c, even * s), odd)
 
 
 @triton.jit
@@ -67,11 +70,8 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.fma(even, even, odd * odd), 1) / D + eps)[:, None]
         even, odd = even * scale, odd * scale
-    c, s = _angles(cos, sin, rows, n_rows, H, P, D, BLOCK_D)
-    if INVERSE:
-        s = -s
-    turned = tl.fma(even, c, -odd * s), tl.fma(odd, c, even * s)
-    _store(out, turned[0], turned[1], rows, n_rows, D, BLOCK_R, BLOCK_D)
+    even, odd = _turn(even, odd, cos, sin, rows, n_rows, H, P, INVERSE, D, BLOCK_D)
+    _store(out, even, odd, rows, n_rows, D, BLOCK_R, BLOCK_D)
 
 
 @triton.jit
@@ -91,11 +91,8 @@ def _rotate_bwd_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c, s = _angles(cos, sin, rows, n_rows, H, P, D, BLOCK_D)
-    if not INVERSE:
-        s = -s
     g_even, g_odd = _pairs(grad, rows, n_rows, D, BLOCK_R, BLOCK_D)
-    g_even, g_odd = tl.fma(g_even, c, -g_odd * s), tl.fma(g_odd, c, g_even * s)
+    g_even, g_odd = _turn(g_even, g_odd, cos, sin, rows, n_rows, H, P, not INVERSE, D, BLOCK_D)
     even, odd = _pairs(X, rows, n_rows, D, BLOCK_R, BLOCK_D)
     scale = tl.rsqrt(tl.sum(tl.fma(even, even, odd * odd), 1) / D + eps)[:, None]
     along = scale * scale * scale * (tl.sum(tl.fma(even, g_even, odd * g_odd), 1) / D)[:, None]

@@ -12,18 +12,21 @@ from vime_kernels.ops.swiglu import config
 
 @triton.jit
 def _halves(X, row, F, limit, BLOCK_F: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gate and up as they are, in float32, the sigmoid of the clamped gate, and which channels exist."""
+    """Gate and up in float32, as they are and clamped (a NaN stays one), the sigmoid of the gate, the channels."""
     f = tl.arange(0, BLOCK_F)
     gate = tl.load(X + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(X + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    return gate, up, tl.sigmoid(tl.minimum(gate, limit)), f
+    clamped_gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    clamped_up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    clamped_up = tl.minimum(clamped_up, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate, up, clamped_gate, clamped_up, tl.sigmoid(clamped_gate), f
 
 
 @triton.jit
 def _swiglu_kernel(X, weight, out, F, limit, WEIGHTED: tl.constexpr, BLOCK_F: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    gate, up, sigmoid, f = _halves(X, row, F, limit, BLOCK_F)
-    y = tl.minimum(gate, limit) * sigmoid * tl.minimum(tl.maximum(up, -limit), limit)
+    _, _, gate, up, sigmoid, f = _halves(X, row, F, limit, BLOCK_F)
+    y = gate * sigmoid * up
     if WEIGHTED:
         y *= tl.load(weight + row).to(tl.float32)
     tl.store(out + row * F + f, y.to(out.dtype.element_ty), mask=f < F)
@@ -34,9 +37,8 @@ def _swiglu_bwd_kernel(  # type: ignore[no-untyped-def]
     grad, X, weight, dX, dweight, F, limit, WEIGHTED: tl.constexpr, BLOCK_F: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    gate, up, sigmoid, f = _halves(X, row, F, limit, BLOCK_F)
+    gate, up, clamped_gate, clamped_up, sigmoid, f = _halves(X, row, F, limit, BLOCK_F)
     g = tl.load(grad + row * F + f, mask=f < F, other=0.0).to(tl.float32)
-    clamped_gate, clamped_up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     silu = clamped_gate * sigmoid
     if WEIGHTED:
         tl.store(dweight + row, tl.sum(g * silu * clamped_up).to(dweight.dtype.element_ty))
