@@ -111,7 +111,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     start_b, count_b = load_count_b(starts_b, ends_b, lengths, row, n_b, K, KIND_B, HAS_LENGTHS)
     picks_row = indices + row * stride_is
 
-    q_row = q + row * stride_qs + heads[:, None] * stride_qh
+    q_row = q + row * stride_qs + heads[:, None].to(tl.int64) * stride_qh
     q_v = tl.load(q_row + dv[None, :], mask=live[:, None], other=0.0)
     if DT > 0:
         q_t = tl.load(q_row + DV + dt[None, :], mask=live[:, None], other=0.0)
