@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vime_kernels.ops.sparse_attention.gluon_producers import produce_backward
+from vime_kernels.ops.sparse_attention.gluon_bwd_producer import produce_backward
 from vime_kernels.ops.sparse_attention.gluon_tiles import (
     BH,
     BK,
