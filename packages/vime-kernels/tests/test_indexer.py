@@ -236,5 +236,11 @@ def test_causal_ranges_of_rows_outside_are_empty():
 
 def test_expanded_keys_are_left_to_the_plain_kernels():
     q, k = torch.zeros(4, 32, 128).bfloat16(), torch.zeros(6, 128).bfloat16()
-    assert config._aligned(q, k)
-    assert not config._aligned(q, k[:1].expand(6, 128))
+    assert config._aligned(q, k, 8)
+    assert not config._aligned(q, k[:1].expand(6, 128), 8)
+
+
+def test_rows_that_triton_cannot_copy_in_pieces_are_left_to_the_plain_kernels():
+    q, k = torch.zeros(4, 32, 128).bfloat16(), torch.zeros(6, 136).bfloat16()[:, :128]
+    assert config._aligned(q, k, 8)
+    assert not config._aligned(q, k, 16)

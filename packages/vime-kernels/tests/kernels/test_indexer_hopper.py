@@ -127,15 +127,29 @@ def test_gradients_of_scores(monkeypatch, H, dtype, use_relu, weighted, determin
 def test_gradients_of_few_keys(N, K):
     torch.manual_seed(N)
     S, H = 270, 64
-    leaves = [torch.randn(S, H, 128, device="cuda").bfloat16(), torch.randn(N, 128, device="cuda").bfloat16()]
-    indices = (
-        torch.arange(K, device="cuda", dtype=torch.int32).expand(S, K).contiguous()
-    )  # from N on: no pick
+    q, k = torch.randn(S, H, 128, device="cuda").bfloat16(), torch.randn(N, 128, device="cuda").bfloat16()
+    assert config.hopper_scores(q, k)
+    assert_gradients(q, k, K)
+
+
+@pytest.mark.parametrize("pad, fast", [(8, False), (16, True)])
+def test_gradients_of_padded_rows(pad, fast):
+    torch.manual_seed(pad)
+    S, H, N = 270, 32, 70
+    q = torch.randn(S, H * 128 + pad, device="cuda").bfloat16()[:, : H * 128].view(S, H, 128)
+    k = torch.randn(N, 128 + pad, device="cuda").bfloat16()[:, :128]
+    assert config.hopper_scores(q, k) == fast
+    assert_gradients(q, k, 24)
+
+
+def assert_gradients(q, k, K):
+    """Every row picks the first K keys; from len(k) on there are none."""
+    S = len(q)
+    indices = torch.arange(K, device="cuda", dtype=torch.int32).expand(S, K).contiguous()
     grad = torch.randn(S, K, device="cuda")
-    assert config.hopper_scores(*leaves)
-    results = []
+    operands, results = (q, k), []
     for cast, backend in ((torch.float64, "torch"), (torch.bfloat16, "triton")):
-        q, k = (t.to(cast).detach().requires_grad_() for t in leaves)
+        q, k = (t.to(cast).detach().requires_grad_() for t in operands)
         found = dsa.indexer_scores(q, k, None, indices, backend=backend)
         found = found.masked_fill(found.isneginf(), 0.0)
         results.append(torch.autograd.grad(found, (q, k), grad.to(found.dtype)))

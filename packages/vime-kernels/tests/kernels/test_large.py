@@ -56,7 +56,20 @@ def far_apart(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return tensor.copy_(torch.randn(shape, device="cuda"))
 
 
-# The first tensor has four rows that lie far apart.
+def far_heads(rows: int, heads: int, dim: int) -> torch.Tensor:
+    """Head-major [rows, heads, dim], as a product by head leaves it: the last head begins behind 2**31 elements."""
+    apart = 2**32 // heads
+    room = torch.empty(apart * (heads - 1) + rows * dim, dtype=torch.bfloat16, device="cuda")
+    return room.as_strided((rows, heads, dim), (dim, apart, 1)).copy_(randn(rows, heads, dim))
+
+
+def gradients(call: Callable[..., torch.Tensor], *operands: torch.Tensor) -> Tensors:
+    """Of the sum of `call`, for its operands."""
+    leaves = [each.detach().requires_grad_() for each in operands]
+    return torch.autograd.grad(call(*leaves).sum(), leaves)
+
+
+# The first tensor has four rows that lie far apart, or heads that do.
 FAR: dict[str, tuple[Callable[..., torch.Tensor | Tensors], Callable[[], Tensors]]] = {
     "indexer_logits": (
         lambda q, k, w, lo, hi: dsa.indexer_logits(q, k, w, lo, hi),
@@ -97,6 +110,34 @@ FAR: dict[str, tuple[Callable[..., torch.Tensor | Tensors], Callable[[], Tensors
     "sparse_attention-plain": (
         lambda q, kv, i: dsa.sparse_attention(q, kv, i, 0.1),
         lambda: (far_apart(4, 5, D), randn(N, D), below(N, 4, K)),
+    ),
+    "indexer_logits-heads": (
+        lambda q, k, w, lo, hi: dsa.indexer_logits(q, k, w, lo, hi),
+        lambda: (far_heads(S, H, D), randn(N, D), f32(S, H), *ranges(S)),
+    ),
+    "indexer_scores-heads": (
+        lambda q, k, i: gradients(lambda q, k: dsa.indexer_scores(q, k, None, i, deterministic=True), q, k),
+        lambda: (far_heads(S, H, D), randn(N, D), below(N, S, K)),
+    ),
+    "indexer_scores-heads-128": (  # as many rows as fill the device
+        lambda q, k, i: gradients(lambda q, k: dsa.indexer_scores(q, k, None, i, deterministic=True), q, k),
+        lambda: (far_heads(512, 64, 128), randn(N, 128), below(N, 512, K)),
+    ),
+    "indexer_kl_target-heads": (
+        lambda q, k, i: dsa.indexer_kl_target(q, k, i, 0.1),
+        lambda: (far_heads(S, H, D), randn(N, D), below(N, S, K)),
+    ),
+    "indexer_kl_target-heads-512": (
+        lambda q, k, i: dsa.indexer_kl_target(q, k, i, 0.1, lse=torch.ones(S, 128, device="cuda")),
+        lambda: (far_heads(S, 128, 512), randn(N, 512), below(N, S, K)),
+    ),
+    "sparse_attention-heads": (
+        lambda q, kv, i: dsa.sparse_attention(q, kv, i, 0.1),
+        lambda: (far_heads(S, H, D), randn(N, D), below(N, S, K)),
+    ),
+    "sparse_attention-heads-512": (  # forward, and the gradient of the queries alone
+        lambda q, kv, i: gradients(lambda q: dsa.sparse_attention(q, kv, i, 0.1).square(), q),
+        lambda: (far_heads(S, 64, 512), randn(N, 512), below(N, S, K)),
     ),
     "fake_quant_fp8": (lambda x: quant.fake_quant_fp8(x, 32), lambda: (far_apart(4, D),)),
     "hadamard": (lambda x: quant.hadamard(x), lambda: (far_apart(4, D),)),

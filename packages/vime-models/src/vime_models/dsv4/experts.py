@@ -117,7 +117,7 @@ class _ExpertProducts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        counts, parts = ctx.counts, grad.split(ctx.counts)
+        counts, parts = ctx.counts, grad.contiguous().split(ctx.counts)
         grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = torch.empty_like(rows)

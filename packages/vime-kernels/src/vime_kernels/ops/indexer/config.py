@@ -45,7 +45,7 @@ def hopper(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> bool:
     S, H, D = q.shape
     if not q.is_cuda or q.element_size() > 2 or D != 128 or H not in (32, 64, 128) or not q.is_contiguous():
         return False
-    if not _aligned(q, k) or min(len(k), out.stride(0)) < 2:
+    if not _aligned(q, k, 16 // q.element_size()) or min(len(k), out.stride(0)) < 2:
         return False
     # Blocks of 256 rows of q have to fill the device.
     return _is_hopper(q, blocks=S * H // 256)
@@ -59,15 +59,20 @@ def logits_workers(q: torch.Tensor) -> int:
 def hopper_scores(q: torch.Tensor, k: torch.Tensor) -> bool:
     """The same for the gradient of the scores of a selection."""
     S, H, D = q.shape
-    if not q.is_cuda or q.element_size() > 2 or D != 128 or H not in (32, 64) or not _aligned(q, k):
+    if not q.is_cuda or q.element_size() > 2 or D != 128 or H not in (32, 64):
+        return False
+    # Triton takes a stride for a multiple of 16 bytes only if 16 divides it, counted in elements.
+    if not _aligned(q, k, 16):
         return False
     return _is_hopper(q, blocks=S // 2)
 
 
-def _aligned(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether rows of both can be copied in pieces of 16 bytes, and are not one row under many names (expanded)."""
-    strides = (*q.stride()[:2], k.stride(0))
-    whole = all(stride and stride * q.element_size() % 16 == 0 for stride in strides)
+def _aligned(q: torch.Tensor, k: torch.Tensor, apart: int) -> bool:
+    """Whether rows of both can be copied in pieces of 16 bytes, and are not one row under many names (expanded).
+
+    Rows lie a multiple of `apart` elements from each other.
+    """
+    whole = all(stride and stride % apart == 0 for stride in (*q.stride()[:2], k.stride(0)))
     return whole and q.stride(2) == k.stride(1) == 1 and not any(t.data_ptr() % 16 for t in (q, k))
 
 

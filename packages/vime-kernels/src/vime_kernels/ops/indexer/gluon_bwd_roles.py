@@ -100,7 +100,7 @@ def produce(  # type: ignore[no-untyped-def]
         r = pair // gl.num_programs(0)
         qb = r & 1
         mbarrier.wait(q_empty.index(qb), ((r >> 1) & 1) ^ 1)
-        head = q + row.to(gl.int64) * q_row + (column % HEADS) * q_head
+        head = q + row.to(gl.int64) * q_row + (column % HEADS).to(gl.int64) * q_head
         live = (row < S)[:, None] & (d >= 0)[None, :]
         async_copy.async_copy_global_to_shared(q_s.index(qb), head[:, None] + d[None, :], mask=live)
         async_copy.mbarrier_arrive(q_full.index(qb), increment_count=False)

@@ -163,7 +163,8 @@ def indexer_scores(
             counts twice.
         use_relu: False leaves the ReLU out. The gradient of the ReLU at exactly 0 is 0.
         deterministic: True makes the gradient of k bitwise repeatable, for more time and up to 2 GiB; everything else
-            always is. None follows `torch.use_deterministic_algorithms`.
+            always is. None follows `torch.use_deterministic_algorithms`. In either mode Hopper forms the gradients of
+            neighbouring rows in pairs: a NaN or an infinity in the operands of one row can reach those of the other.
         backend: see `vime_kernels.set_backend`.
 
     Raises:

@@ -76,7 +76,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
         live_M = (row_M < S) & (head_M < H)
         d = tl.arange(0, BLOCK_D)
         q_MD = tl.load(
-            q + row_M[:, None] * q_row + head_M[:, None] * q_head + d[None, :],
+            q + row_M[:, None] * q_row + head_M[:, None].to(tl.int64) * q_head + d[None, :],
             mask=live_M[:, None] & (d < D)[None, :],
             other=0.0,
         )

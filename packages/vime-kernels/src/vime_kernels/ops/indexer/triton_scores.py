@@ -30,7 +30,7 @@ def _row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Queries [heads, channels] and head weights of a row; zeros behind them."""
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    at = q + row * q_row + h[:, None] * q_head + d[None, :]
+    at = q + row * q_row + h[:, None].to(tl.int64) * q_head + d[None, :]
     q_HD = tl.load(at, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0)
     weights_H = (h < H).to(tl.float32)
     if HAS_WEIGHTS:

@@ -139,9 +139,11 @@ def produce(  # type: ignore[no-untyped-def]
             stage = u % STAGES
             q_row = query + row * query_row
             mbarrier.wait(empty.index(stage), ((u // STAGES) & 1) ^ 1)
-            copy_heads(q_row, query_head, H, block, tile_s.index(stage), 0, MAIN, COPY)
+            # Plus zero, but not to the compiler: it would hoist, and then spill, the places of all heads.
+            hb = block + (u >> 30)
+            copy_heads(q_row, query_head, H, hb, tile_s.index(stage), 0, MAIN, COPY)
             if TAIL > 0:
-                copy_heads(q_row, query_head, H, block, tail_s.index(stage), MAIN, TAIL, COPY_T)
+                copy_heads(q_row, query_head, H, hb, tail_s.index(stage), MAIN, TAIL, COPY_T)
             count_s.index(stage).store(gl.full([1], tiles, gl.int32, LINE))
             mbarrier.arrive(full.index(stage))
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)

@@ -47,7 +47,7 @@ def _target_kernel(  # type: ignore[no-untyped-def]
     indices += row * K
     out += row * K
     used = used_slots(indices, N, K)
-    q_row = query + row * query_row + h[:, None] * query_head
+    q_row = query + row * query_row + h[:, None].to(tl.int64) * query_head
     d = tl.arange(0, MAIN)[None, :]
     q_main = tl.load(q_row + d, mask=(h < H)[:, None] & (d < D), other=0.0)
     q_tail = q_main

@@ -117,7 +117,7 @@ def hopper(q: torch.Tensor, *others: torch.Tensor | None, d_v: int) -> bool:
         or q.shape[-1] - d_v not in (0, 64)
     ):
         return False
-    # Whole 16-byte vectors: every row has to begin on one.
+    # Copies of 16 bytes. Triton takes a stride for a multiple of them only if 16 divides it, counted in elements.
     tensors = [t for t in (q, *others) if t is not None and t.numel()]
     aligned = all(t.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:-1]) for t in tensors)
     return aligned and torch.cuda.get_device_capability(q.device) == (9, 0) and has_gluon()

@@ -90,10 +90,12 @@ def produce_backward(  # type: ignore[no-untyped-def]
             t += 1
             if i == 0:
                 mbarrier.wait(q_empty.index(0), (r & 1) ^ 1)
+                # Plus zero, but not to the compiler: it would hoist, and then spill, the places of all heads.
+                q_hb = hb + (t >> 30)
                 for c in gl.static_range(CHUNKS):
-                    copy_heads(q + row * stride_qs, stride_qh, H, hb, q_s.index(c), c * DC, DC, COPY)
-                    copy_heads(do + row * stride_gs, stride_gh, H, hb, do_s.index(c), c * DC, DC, COPY)
+                    copy_heads(q + row * stride_qs, stride_qh, H, q_hb, q_s.index(c), c * DC, DC, COPY)
+                    copy_heads(do + row * stride_gs, stride_gh, H, q_hb, do_s.index(c), c * DC, DC, COPY)
                 if DT > 0:
-                    copy_heads(q + row * stride_qs, stride_qh, H, hb, qt_s, CHUNKS * DC, DT, COPY_T)
+                    copy_heads(q + row * stride_qs, stride_qh, H, q_hb, qt_s, CHUNKS * DC, DT, COPY_T)
                 async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
                 r += 1

@@ -91,8 +91,8 @@ def copy_heads(src, stride, H, hb, smem, d0: gl.constexpr, width: gl.constexpr, 
     """Start the copy of `width` channels of one block of heads."""
     heads = hb * BH + gl.arange(0, BH, layout=gl.SliceLayout(1, layout))
     d = d0 + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    live = (heads < H)[:, None] & (d >= 0)[None, :]
-    async_copy.async_copy_global_to_shared(smem, src + heads[:, None] * stride + d[None, :], mask=live)
+    ptrs = (src + heads.to(gl.int64) * stride)[:, None] + d[None, :]
+    async_copy.async_copy_global_to_shared(smem, ptrs, mask=(heads < H)[:, None] & (d >= 0)[None, :])
 
 
 @gluon.jit
