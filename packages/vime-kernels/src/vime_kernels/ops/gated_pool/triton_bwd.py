@@ -38,8 +38,8 @@ def _pool_bwd_kernel(  # type: ignore[no-untyped-def]
         token, column, here, in_halo, alive = place(
             pool, first, live, opens, D, ratio, OVERLAP, HALO, SLOTS, BLOCK_D
         )
-        z = read(score, halo_score, score_row, token, column, here, in_halo, C, HALO, float("-inf"))
-        value = read(x, halo_x, x_row, token, column, here, in_halo, C, HALO, 0.0).to(tl.float32)
+        z = read(score, halo_score, score_row, token, column, here, in_halo, C, HALO, float("-inf"), "")
+        value = read(x, halo_x, x_row, token, column, here, in_halo, C, HALO, 0.0, "").to(tl.float32)
         g = tl.load(grad + tl.cast(pool, tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
         bias = tl.load(ape + offset, mask=used, other=0.0)
         weights, pooled = average(z, value, bias, alive)

@@ -88,7 +88,7 @@ def place(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read(  # type: ignore[no-untyped-def]
-    tensor, halo, row, token, column, here, in_halo, C, HALO: tl.constexpr, missing, KEEP: tl.constexpr = ""
+    tensor, halo, row, token, column, here, in_halo, C, HALO: tl.constexpr, missing, KEEP: tl.constexpr
 ):  # fmt: skip
     """The slots of a pool; `missing` where there is none. KEEP says what the caches do with them."""
     value = tl.load(
