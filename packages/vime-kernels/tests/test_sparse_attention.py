@@ -94,6 +94,20 @@ def test_dead_rows_give_zero_gradients():
         assert (tensor.grad == 0).all()
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_arrives_behind_a_dead_row_reaches_nothing(value):
+    q, kv = inputs(grad=True)
+    sink = randn(3, seed=2, dtype=torch.float64, grad=True)
+    out, lse = sparse_attention(q, kv, INDICES, 0.5, attn_sink=sink, return_lse=True)
+    grad, grad_lse = torch.ones_like(out), torch.ones_like(lse)
+    expected = torch.autograd.grad((out, lse), (q, kv, sink), (grad, grad_lse), retain_graph=True)
+    grad[2], grad_lse[2] = value, value
+    for one, other in zip(
+        torch.autograd.grad((out, lse), (q, kv, sink), (grad, grad_lse)), expected, strict=True
+    ):
+        assert_bitwise(one, other)
+
+
 @pytest.mark.parametrize("poison", [NAN, INF], ids=["nan", "inf"])
 def test_the_row_before_the_buffer_is_never_read(poison):
     q, buffer = inputs(N=8, dtype=torch.float32)

@@ -250,3 +250,15 @@ def test_command_line_says_what_does_not_fit(checkpoint, capsys):
     assert "the fullest rank needs" in capsys.readouterr().err
     assert main(["plan", "--hf", str(checkpoint), "--gpus", "64", "--tp", "3"]) == UNUSABLE
     assert "--tp is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "word, value", [("--gpus", "0"), ("--seq-len", "-1"), ("--batch", "many"), ("--memory-gb", "nan")]
+)
+def test_command_line_refuses_sizes_that_are_none(checkpoint, capsys, word, value):
+    words = ["plan", "--hf", str(checkpoint), "--gpus", "8", word, value]
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    error = capsys.readouterr().err
+    assert f"argument {word}: expected" in error
+    assert repr(value) in error

@@ -7,6 +7,7 @@ a layout. Both need neither Megatron nor a device.
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from argparse import ArgumentParser
@@ -105,6 +106,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DIFFERENT if problems else OK
 
 
+def _count(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _gigabytes(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="vime-models", description=__doc__.splitlines()[0])
     parser.add_argument("--debug", action="store_true", help="show the traceback of an unexpected error")
@@ -125,24 +144,26 @@ def _parser() -> ArgumentParser:
         "not given are chosen: the layout that fits with the least estimated time.",
     )
     planner.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder with config.json")
-    planner.add_argument("--gpus", type=int, required=True, metavar="N", help="all GPUs")
+    planner.add_argument("--gpus", type=_count, required=True, metavar="N", help="all GPUs")
     for size, text in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
-        planner.add_argument(f"--{size}", type=int, metavar="N", help=f"{text} parallelism (default: chosen)")
+        planner.add_argument(
+            f"--{size}", type=_count, metavar="N", help=f"{text} parallelism (default: chosen)"
+        )
     planner.add_argument("--recompute", choices=plan.RECOMPUTE, help="(default: chosen)")
-    planner.add_argument("--etp", type=int, metavar="N", help="expert tensor parallelism (default: 1)")
+    planner.add_argument("--etp", type=_count, metavar="N", help="expert tensor parallelism (default: 1)")
     planner.add_argument(
-        "--seq-len", type=int, metavar="T", help=f"tokens of a microbatch (default: {plan.Layout.seq_len})"
+        "--seq-len", type=_count, metavar="T", help=f"tokens of a microbatch (default: {plan.Layout.seq_len})"
     )
     planner.add_argument(
         "--batch",
-        type=int,
+        type=_count,
         metavar="N",
         help=f"microbatches of a step, all ranks (default: {plan.Layout.batch})",
     )
     planner.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="(default: bf16)")
     planner.add_argument(
         "--memory-gb",
-        type=float,
+        type=_gigabytes,
         default=plan.DEVICE_GB,
         metavar="GB",
         help=f"what a rank may use (default: {plan.DEVICE_GB:g}, an H200 with room for the framework)",

@@ -54,16 +54,16 @@ def gated_pool(
     op = "gated_pool"
     _checks.positive(op, ratio=ratio)
     halo_x, halo_score = _checks.pair(op, "halo", halo)
+    halos = {"halo[0]": halo_x, "halo[1]": halo_score}  # named as the caller knows them
     sizes = _checks.sizes(
         op,
         x_TC=(x_TC, "T C"),
         score_TC=(score_TC, "T C"),
         ape=(ape, f"{ratio} C"),
         cu_seqlens=(cu_seqlens, "B+1"),
-        halo_x=(halo_x, f"? {ratio} C"),
-        halo_score=(halo_score, f"? {ratio} C"),
+        **{name: (each, f"? {ratio} C") for name, each in halos.items()},
     )
-    _checks.floating(op, x_TC=x_TC, score_TC=score_TC, halo_x=halo_x, halo_score=halo_score)
+    _checks.floating(op, x_TC=x_TC, score_TC=score_TC, **halos)
     _checks.rows_contiguous(op, x_TC=x_TC, score_TC=score_TC)
     _checks.full_precision(op, ape=ape)
     _checks.cu_seqlens(op, cu_seqlens, sizes["T"])

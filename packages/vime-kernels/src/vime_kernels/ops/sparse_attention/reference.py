@@ -37,7 +37,7 @@ def attend(
     if attn_sink is None:
         p_SHK = scores_SHK.softmax(-1)
     else:
-        sink_SH1 = attn_sink[None, :, None].expand(len(q_SHD), -1, 1)
+        sink_SH1 = attn_sink[None, :, None].expand(len(q_SHD), -1, 1).masked_fill(dead_S11, 0.0)
         p_SHK = torch.cat([scores_SHK, sink_SH1], -1).softmax(-1)[..., :-1]
     out_SHD = torch.bmm(p_SHK, kv_SKD[..., :d_v])
     return out_SHD, scores_SHK.logsumexp(-1).masked_fill(dead_S11[..., 0], float("-inf"))
