@@ -43,3 +43,15 @@ def test_gradients_may_be_anything_there(device, of, heads, tail):
         assert exact.isfinite().all()
         assert rel_rms(one, exact) < tolerance
     assert not ours[0][::3].any()
+
+
+@pytest.mark.parametrize("heads", [2, 64])
+def test_a_row_with_a_nan_is_not_one_without_keys(device, heads):
+    dtype, D = (torch.float32, 16) if device == "cpu" else (torch.bfloat16, 512)
+    q, kv = torch.ones(2, heads, D, dtype=dtype, device=device), torch.ones(4, D, dtype=dtype, device=device)
+    q[1] = float("nan")
+    indices = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    # Deterministic: no row shares a program with another.
+    _, lse = sparse_attention(q, kv, indices, 0.1, return_lse=True, backend="triton", deterministic=True)
+    assert lse[0].isfinite().all()
+    assert lse[1].isnan().all()

@@ -139,13 +139,15 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot(p.to(kv_v.dtype), kv_v, acc * grow[:, None], input_precision="ieee")
         m = m_new
 
-    total = tl.where(norm > 0, norm, 1.0)
+    # Not `norm > 0`: a NaN is not a row without keys.
+    nothing = norm == 0
+    total = tl.where(nothing, 1.0, norm)
     if HAS_SINK:
         sink_log2 = tl.load(sink + heads, mask=live, other=float("-inf")) * LOG2E
         total += tl.exp2(sink_log2 - m)
     o_row = out + row * stride_os + heads.to(tl.int64)[:, None] * stride_oh
     tl.store(o_row + dv[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
-    lse_row = tl.where(norm > 0, (m + tl.log2(norm)) * LN2, float("-inf"))
+    lse_row = tl.where(nothing, float("-inf"), (m + tl.log2(norm)) * LN2)
     tl.store(lse + row * H + heads, lse_row, mask=live)
 
 
